@@ -47,8 +47,11 @@
     clippy::undocumented_unsafe_blocks,
     rustdoc::all
 )]
+#[rustfmt::skip]
 mod bindings;
 mod error;
+#[macro_use]
+#[rustfmt::skip]
 mod functions;
 mod load;
 mod table;

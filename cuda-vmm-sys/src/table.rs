@@ -1,8 +1,8 @@
 //! The table of functions: one slot each, resolved on first use.
 
+use crate::CUresult;
 use crate::error::{CallError, LoadError, MissingFunction};
 use crate::load::{Origin, Source};
-use crate::{CUresult, for_each_function};
 use std::ffi::{CStr, c_void};
 use std::fmt;
 use std::path::Path;

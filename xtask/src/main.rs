@@ -1,7 +1,9 @@
 //! Development tasks of the workspace: `cargo xtask <task>`.
 
+mod abi_check;
 mod bindgen;
 mod cuda_functions;
+mod test;
 mod wheels;
 
 use anyhow::{Result, bail};
@@ -14,11 +16,22 @@ cargo xtask <task>
   bindgen     generates the bindings of cuda-vmm-sys again
 ";
 
-fn main() -> Result<()> {
-    let task = std::env::args().nth(1);
-    match task.as_deref() {
+fn main() -> std::process::ExitCode {
+    match task(std::env::args().nth(1).as_deref()) {
+        Ok(()) => std::process::ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            std::process::ExitCode::FAILURE
+        }
+    }
+}
+
+fn task(name: Option<&str>) -> Result<()> {
+    match name {
+        Some("abi-check") => abi_check::check(),
         Some("bindgen") => bindgen::write(),
+        Some("test") => test::test(),
         Some(other) => bail!("no task named {other}\n\n{USAGE}"),
-        None => bail!("{USAGE}"),
+        None => bail!("which task?\n\n{USAGE}"),
     }
 }

@@ -149,6 +149,7 @@ impl Default for CUipcMemHandle_st {
     }
 }
 pub type CUipcMemHandle_v1 = CUipcMemHandle_st;
+pub type CUipcMemHandle = CUipcMemHandle_v1;
 impl CUipcMem_flags_enum {
     pub const CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: CUipcMem_flags_enum = CUipcMem_flags_enum(
         1,
@@ -2221,6 +2222,7 @@ impl Default for CUmemAllocationProp_st {
     }
 }
 pub type CUmemAllocationProp_v1 = CUmemAllocationProp_st;
+pub type CUmemAllocationProp = CUmemAllocationProp_v1;
 impl CUmulticastGranularity_flags_enum {
     pub const CU_MULTICAST_GRANULARITY_MINIMUM: CUmulticastGranularity_flags_enum = CUmulticastGranularity_flags_enum(
         0,
@@ -2295,6 +2297,7 @@ impl Default for CUmemAccessDesc_st {
     }
 }
 pub type CUmemAccessDesc_v1 = CUmemAccessDesc_st;
+pub type CUmemAccessDesc = CUmemAccessDesc_v1;
 impl CUgraphExecUpdateResult_enum {
     pub const CU_GRAPH_EXEC_UPDATE_SUCCESS: CUgraphExecUpdateResult_enum = CUgraphExecUpdateResult_enum(
         0,
@@ -2424,6 +2427,7 @@ impl Default for CUmemcpyAttributes_st {
     }
 }
 pub type CUmemcpyAttributes_v1 = CUmemcpyAttributes_st;
+pub type CUmemcpyAttributes = CUmemcpyAttributes_v1;
 impl CUgraphInstantiate_flags_enum {
     pub const CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH: CUgraphInstantiate_flags_enum = CUgraphInstantiate_flags_enum(
         1,

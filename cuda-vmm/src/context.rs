@@ -1,0 +1,158 @@
+//! Primary contexts: what copies, plain allocations and peer access need. Virtual memory management itself needs none.
+
+use crate::device::Device;
+use crate::error::{Attempt, Result};
+use crate::release::released;
+use cuda_vmm_sys::{CUcontext, CUresult};
+use std::marker::PhantomData;
+use std::ptr;
+use std::sync::Arc;
+
+/// A retained primary context; clones share the reference, and the last one gives it back.
+#[derive(Clone, Debug)]
+pub struct Context {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    device: Device,
+    raw: CUcontext,
+}
+
+// SAFETY: CUDA contexts may be used from any thread; the handle is an address that is never dereferenced here.
+unsafe impl Send for Inner {}
+// SAFETY: as above; all calls on it are thread-safe in the driver.
+unsafe impl Sync for Inner {}
+
+impl Context {
+    pub(crate) fn retain(device: &Device) -> Result<Self> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: `raw` is valid for one write; the reference is given back in Drop.
+        unsafe { device.cuda().driver().cuDevicePrimaryCtxRetain(&mut raw, device.as_raw()) }
+            .attempt(|| format!("retaining the primary context of device {}", device.ordinal()))?;
+        Ok(Self { inner: Arc::new(Inner { device: device.clone(), raw }) })
+    }
+
+    /// The device.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        &self.inner.device
+    }
+
+    /// The raw handle, alive as long as this object or a clone of it.
+    #[must_use]
+    pub fn as_raw(&self) -> CUcontext {
+        self.inner.raw
+    }
+
+    /// Makes the context current on this thread until the guard is dropped. Guards end in the reverse of the order they began.
+    ///
+    /// # Errors
+    /// [`Error::Call`](crate::Error::Call).
+    #[doc(alias = "cuCtxPushCurrent")]
+    pub fn bind(&self) -> Result<Bound<'_>> {
+        // SAFETY: the context is retained, so it is alive.
+        unsafe { self.device().cuda().driver().cuCtxPushCurrent(self.inner.raw) }
+            .attempt(|| format!("binding the context of device {}", self.device().ordinal()))?;
+        Ok(Bound { context: self, not_send: PhantomData })
+    }
+
+    /// Waits until all work of the context is done.
+    ///
+    /// # Errors
+    /// [`Error::Call`](crate::Error::Call), also for the failure of earlier work.
+    #[doc(alias = "cuCtxSynchronize")]
+    pub fn synchronize(&self) -> Result<()> {
+        let _bound = self.bind()?;
+        // SAFETY: a context is current.
+        unsafe { self.device().cuda().driver().cuCtxSynchronize() }
+            .attempt(|| format!("waiting for device {}", self.device().ordinal()))
+    }
+
+    /// Lets this context address the plain allocations of `peer`'s. Memory that was mapped with [`Grant`](crate::Grant)s does
+    /// not need it.
+    ///
+    /// # Errors
+    /// [`Error::Call`](crate::Error::Call); `CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED` counts as success, and the guard then leaves it
+    /// enabled.
+    #[doc(alias = "cuCtxEnablePeerAccess")]
+    pub fn enable_peer_access(&self, peer: &Self) -> Result<PeerAccess> {
+        let bound = self.bind()?;
+        // SAFETY: both contexts are retained; flags must be 0.
+        let result = unsafe { self.device().cuda().driver().cuCtxEnablePeerAccess(peer.as_raw(), 0) };
+        drop(bound);
+        let ours = match result {
+            Ok(()) => true,
+            Err(error) if error.status() == Some(CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED) => false,
+            error => {
+                let (from, to) = (self.device().ordinal(), peer.device().ordinal());
+                error.attempt(|| format!("enabling access from device {from} to device {to}"))?;
+                false
+            }
+        };
+        Ok(PeerAccess { from: self.clone(), to: peer.clone(), ours })
+    }
+
+    /// Free and total bytes of the device's memory, as the driver sees them now.
+    ///
+    /// # Errors
+    /// [`Error::Call`](crate::Error::Call).
+    #[doc(alias = "cuMemGetInfo")]
+    pub fn memory_info(&self) -> Result<(usize, usize)> {
+        let _bound = self.bind()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: both are valid for one write, and a context is current.
+        unsafe { self.device().cuda().driver().cuMemGetInfo(&mut free, &mut total) }
+            .attempt(|| format!("asking device {} for its free memory", self.device().ordinal()))?;
+        Ok((free, total))
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // SAFETY: gives back the one reference that `retain` took.
+        released("primary context", unsafe {
+            self.device.cuda().driver().cuDevicePrimaryCtxRelease(self.device.as_raw())
+        });
+    }
+}
+
+/// Keeps a context current on this thread.
+#[derive(Debug)]
+pub struct Bound<'context> {
+    context: &'context Context,
+    /// The stack of contexts belongs to the thread.
+    not_send: PhantomData<*const ()>,
+}
+
+impl Drop for Bound<'_> {
+    fn drop(&mut self) {
+        let mut popped = ptr::null_mut();
+        // SAFETY: pops what `bind` pushed on this thread; `popped` is valid for one write.
+        released("current context", unsafe {
+            self.context.device().cuda().driver().cuCtxPopCurrent(&mut popped)
+        });
+    }
+}
+
+/// Keeps peer access between two contexts enabled.
+#[derive(Debug)]
+pub struct PeerAccess {
+    from: Context,
+    to: Context,
+    ours: bool,
+}
+
+impl Drop for PeerAccess {
+    fn drop(&mut self) {
+        if self.ours
+            && let Ok(_bound) = self.from.bind()
+        {
+            // SAFETY: this object enabled the access; both contexts are alive.
+            released("peer access", unsafe {
+                self.from.device().cuda().driver().cuCtxDisablePeerAccess(self.to.as_raw())
+            });
+        }
+    }
+}

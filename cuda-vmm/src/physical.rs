@@ -1,0 +1,304 @@
+//! Physical memory: a handle, before it has an address.
+
+use crate::cuda::Cuda;
+use crate::error::{Attempt, Error, Result};
+use crate::location::Location;
+use crate::properties::{HandleTypes, Properties, Shareable};
+use crate::release::released;
+use crate::share::FabricHandle;
+use cuda_vmm_sys::ffi::c_int;
+use cuda_vmm_sys::{
+    CUdevice_attribute, CUmemAllocationHandleType, CUmemAllocationProp, CUmemFabricHandle,
+    CUmemGenericAllocationHandle, CUresult,
+};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
+
+/// Physical memory on a device or on the host. It has no address until it is [mapped](crate::Reservation::map).
+///
+/// Clones share the handle; the last one gives it back (`cuMemRelease`). Mappings hold a clone, and memory that another process
+/// imported lives on there.
+#[derive(Clone, Debug)]
+pub struct PhysicalMemory {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    cuda: Cuda,
+    handle: CUmemGenericAllocationHandle,
+    size: usize,
+    properties: Properties,
+    handle_types: HandleTypes,
+    imported: bool,
+}
+
+impl PhysicalMemory {
+    /// Creates `size` bytes of physical memory. `size` must be a multiple of the minimum
+    /// [granularity](crate::Granularities::of).
+    ///
+    /// # Errors
+    /// [`Error::Zero`], [`Error::Misaligned`], [`Error::UnknownDevice`]; [`Error::Call`] if the driver refuses, for example
+    /// `CUDA_ERROR_OUT_OF_MEMORY`, or `CUDA_ERROR_NOT_PERMITTED` for FABRIC without an IMEX channel.
+    #[doc(alias = "cuMemCreate")]
+    pub fn create(cuda: &Cuda, size: usize, properties: &Properties) -> Result<Self> {
+        properties.check(cuda)?;
+        cuda.granularities(properties)?.minimum.check("size of physical memory", size)?;
+        let attempt = |types: HandleTypes| {
+            let mut raw = properties.as_raw();
+            raw.requestedHandleTypes = CUmemAllocationHandleType(types.bits());
+            Self::create_raw(cuda, size, &raw).attempt(|| {
+                format!("creating {size} bytes on {}, exportable as {types}", properties.location())
+            })
+        };
+        let (handle, types) = match properties.shareability() {
+            Shareable::Exactly(types) => (attempt(types)?, types),
+            Shareable::BestAvailable => best_available(cuda, properties.location(), attempt)?,
+        };
+        Ok(Self::adopt(cuda, handle, size, *properties, types, false))
+    }
+
+    fn create_raw(
+        cuda: &Cuda,
+        size: usize,
+        raw: &CUmemAllocationProp,
+    ) -> Result<CUmemGenericAllocationHandle, cuda_vmm_sys::CallError> {
+        let mut handle = 0;
+        // SAFETY: `handle` is valid for one write and `raw` for one read; flags must be 0. The handle is released in Drop.
+        unsafe { cuda.driver().cuMemCreate(&mut handle, size, raw, 0) }?;
+        Ok(handle)
+    }
+
+    pub(crate) fn adopt(
+        cuda: &Cuda,
+        handle: CUmemGenericAllocationHandle,
+        size: usize,
+        properties: Properties,
+        handle_types: HandleTypes,
+        imported: bool,
+    ) -> Self {
+        let cuda = cuda.clone();
+        Self { inner: Arc::new(Inner { cuda, handle, size, properties, handle_types, imported }) }
+    }
+
+    /// Imports memory from the file descriptor that [`export_fd`](Self::export_fd) made, here or in another process. `size` is
+    /// the size in bytes it was created with: the driver does not tell, and refuses to map more than there is.
+    ///
+    /// The descriptor may be closed afterwards. Importing it again gives a second handle to the same memory.
+    ///
+    /// # Errors
+    /// [`Error::Zero`], [`Error::Misaligned`], or [`Error::Call`] if the descriptor is no export of CUDA memory.
+    #[doc(alias = "cuMemImportFromShareableHandle")]
+    pub fn import_fd(cuda: &Cuda, fd: impl AsFd, size: usize) -> Result<Self> {
+        // The driver takes the descriptor's number in place of a pointer.
+        let number = fd.as_fd().as_raw_fd();
+        let os_handle = number as usize as *mut std::ffi::c_void;
+        let kind = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+        // SAFETY: for this kind the driver reads the descriptor's number, not memory; the descriptor is open while it is borrowed.
+        unsafe { Self::import_raw(cuda, os_handle, kind, size) }
+    }
+
+    /// Imports memory from a FABRIC handle. The exporter must be alive until this returns; afterwards this process holds the
+    /// memory on its own.
+    ///
+    /// # Errors
+    /// As [`import_fd`](Self::import_fd).
+    #[doc(alias = "cuMemImportFromShareableHandle")]
+    pub fn import_fabric(cuda: &Cuda, handle: &FabricHandle, size: usize) -> Result<Self> {
+        let mut raw = CUmemFabricHandle { data: *handle.as_bytes() };
+        let os_handle = std::ptr::from_mut(&mut raw).cast();
+        // SAFETY: for this kind the driver reads a CUmemFabricHandle, which `raw` is.
+        unsafe {
+            Self::import_raw(cuda, os_handle, CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC, size)
+        }
+    }
+
+    /// # Safety
+    /// `os_handle` must be what the driver expects for `kind`.
+    unsafe fn import_raw(
+        cuda: &Cuda,
+        os_handle: *mut std::ffi::c_void,
+        kind: CUmemAllocationHandleType,
+        size: usize,
+    ) -> Result<Self> {
+        if size == 0 {
+            return Err(Error::Zero { what: "size of imported memory" });
+        }
+        let what = || format!("importing {size} bytes as {}", HandleTypes::from_bits_retain(kind.0));
+        let mut handle = 0;
+        // SAFETY: the caller's promise for `os_handle`; `handle` is valid for one write.
+        unsafe { cuda.driver().cuMemImportFromShareableHandle(&mut handle, os_handle, kind) }
+            .attempt(what)?;
+        // From here on the handle has an owner, so that a failure below releases it.
+        let placeholder = Properties::new(Location::Host);
+        let owner = Self::adopt(cuda, handle, size, placeholder, HandleTypes::empty(), true);
+        let mut raw = CUmemAllocationProp::default();
+        // SAFETY: `raw` is valid for one write, and the handle is alive.
+        unsafe { cuda.driver().cuMemGetAllocationPropertiesFromHandle(&mut raw, handle) }
+            .attempt(|| "asking for the properties of imported memory".into())?;
+        let properties = Properties::from_raw(&raw).ok_or_else(|| Error::Unsupported {
+            what: "imported memory",
+            why: format!(
+                "it is at a location of kind {}, which this crate does not know",
+                raw.location.type_.0
+            ),
+        })?;
+        cuda.granularities(&properties)?.minimum.check("size of imported memory", size)?;
+        let mut inner = Arc::try_unwrap(owner.inner)
+            .map_err(|_| Error::StillShared { what: "a new import", holders: 1 })?;
+        inner.properties = properties;
+        inner.handle_types = HandleTypes::from_bits_retain(raw.requestedHandleTypes.0);
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// Exports the memory as a file descriptor, which [`import_fd`](Self::import_fd) takes in another process. The descriptor
+    /// keeps the memory alive.
+    ///
+    /// # Errors
+    /// [`Error::NotExportable`] if it was not created for that, or [`Error::Call`].
+    #[doc(alias = "cuMemExportToShareableHandle")]
+    pub fn export_fd(&self) -> Result<OwnedFd> {
+        self.check_exportable(HandleTypes::POSIX_FD)?;
+        let mut number: c_int = -1;
+        let kind = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+        // SAFETY: for this kind the driver writes one int, for which `number` is valid.
+        unsafe { self.export_raw(std::ptr::from_mut(&mut number).cast(), kind) }?;
+        if number < 0 {
+            let why = format!("the driver returned {number} as a file descriptor");
+            return Err(Error::Unsupported { what: "exporting this memory", why });
+        }
+        // SAFETY: the driver made this descriptor for the caller, who must close it; nobody else owns it.
+        Ok(unsafe { OwnedFd::from_raw_fd(number) })
+    }
+
+    /// Exports the memory as a FABRIC handle. The handle pins nothing: keep the memory alive until every importer has imported it.
+    ///
+    /// # Errors
+    /// [`Error::NotExportable`] if it was not created for that, or [`Error::Call`].
+    #[doc(alias = "cuMemExportToShareableHandle")]
+    pub fn export_fabric(&self) -> Result<FabricHandle> {
+        self.check_exportable(HandleTypes::FABRIC)?;
+        let mut raw = CUmemFabricHandle::default();
+        let kind = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC;
+        // SAFETY: for this kind the driver writes a CUmemFabricHandle, for which `raw` is valid.
+        unsafe { self.export_raw(std::ptr::from_mut(&mut raw).cast(), kind) }?;
+        Ok(FabricHandle::from_bytes(raw.data))
+    }
+
+    fn check_exportable(&self, wanted: HandleTypes) -> Result<()> {
+        if self.inner.handle_types.contains(wanted) {
+            Ok(())
+        } else {
+            Err(Error::NotExportable { wanted, available: self.inner.handle_types })
+        }
+    }
+
+    /// # Safety
+    /// `out` must be valid for the write that the driver makes for `kind`.
+    unsafe fn export_raw(&self, out: *mut std::ffi::c_void, kind: CUmemAllocationHandleType) -> Result<()> {
+        // SAFETY: the caller's promise for `out`; the handle is alive; flags must be 0.
+        unsafe { self.inner.cuda.driver().cuMemExportToShareableHandle(out, self.inner.handle, kind, 0) }
+            .attempt(|| {
+                format!(
+                    "exporting memory on {} as {}",
+                    self.location(),
+                    HandleTypes::from_bits_retain(kind.0)
+                )
+            })
+    }
+
+    /// The driver.
+    #[must_use]
+    pub fn cuda(&self) -> &Cuda {
+        &self.inner.cuda
+    }
+
+    /// The raw handle, alive as long as this object or a clone of it.
+    #[must_use]
+    pub fn as_raw(&self) -> CUmemGenericAllocationHandle {
+        self.inner.handle
+    }
+
+    /// Size in bytes.
+    #[must_use]
+    pub fn size(&self) -> usize {
+        self.inner.size
+    }
+
+    /// Where the memory lies, with this process's device ordinals.
+    #[must_use]
+    pub fn location(&self) -> Location {
+        self.inner.properties.location()
+    }
+
+    /// The properties that were asked for; for imported memory, what the driver reports.
+    #[must_use]
+    pub fn properties(&self) -> &Properties {
+        &self.inner.properties
+    }
+
+    /// What the memory can be exported as.
+    #[must_use]
+    pub fn handle_types(&self) -> HandleTypes {
+        self.inner.handle_types
+    }
+
+    /// Whether it was imported from another process (or from this one).
+    #[must_use]
+    pub fn is_imported(&self) -> bool {
+        self.inner.imported
+    }
+}
+
+/// FABRIC and fd where the driver really creates that, else fd alone.
+fn best_available(
+    cuda: &Cuda,
+    location: Location,
+    attempt: impl Fn(HandleTypes) -> Result<CUmemGenericAllocationHandle>,
+) -> Result<(CUmemGenericAllocationHandle, HandleTypes)> {
+    let claimed = match location {
+        Location::Device(ordinal) => {
+            cuda.device(ordinal)?.claims(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)
+        }
+        Location::HostNuma(_) | Location::Host => cuda.devices()?.iter().any(|device| {
+            device.claims(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HOST_NUMA_MULTINODE_IPC_SUPPORTED)
+        }),
+    };
+    if claimed && cuda.may_have_fabric(location) {
+        let both = HandleTypes::FABRIC | HandleTypes::POSIX_FD;
+        match attempt(both) {
+            Ok(handle) => return Ok((handle, both)),
+            // The claim was wrong: there is no IMEX channel, or the platform cannot.
+            Err(error)
+                if matches!(
+                    error.status(),
+                    Some(
+                        CUresult::CUDA_ERROR_NOT_PERMITTED
+                            | CUresult::CUDA_ERROR_NOT_SUPPORTED
+                            | CUresult::CUDA_ERROR_INVALID_DEVICE
+                    )
+                ) =>
+            {
+                cuda.has_no_fabric(location);
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok((attempt(HandleTypes::POSIX_FD)?, HandleTypes::POSIX_FD))
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // SAFETY: gives back the one reference that creation or import took; mappings keep the memory alive by themselves.
+        released("physical memory", unsafe { self.cuda.driver().cuMemRelease(self.handle) });
+    }
+}
+
+impl PartialEq for PhysicalMemory {
+    /// Whether both are the same handle. Two imports of one memory are not.
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
+    }
+}
+
+impl Eq for PhysicalMemory {}

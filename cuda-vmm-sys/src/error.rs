@@ -2,6 +2,7 @@
 
 use crate::{CUresult, Function, Origin, result_name};
 use std::error::Error;
+use std::ffi::OsStr;
 use std::fmt;
 
 /// Why no driver could be loaded.
@@ -41,6 +42,16 @@ pub struct Tried {
     pub name: String,
     /// The dynamic linker's answer.
     pub reason: String,
+}
+
+impl Tried {
+    pub(crate) fn new(name: &OsStr, error: &libloading::Error) -> Self {
+        let name = name.to_string_lossy().into_owned();
+        // The linker's own words are behind the library's error, and often begin with the name.
+        let words = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+        let reason = words.strip_prefix(&format!("{name}: ")).unwrap_or(&words).to_owned();
+        Self { name, reason }
+    }
 }
 
 impl fmt::Display for LoadError {

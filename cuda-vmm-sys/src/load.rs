@@ -163,8 +163,7 @@ impl Source {
 
 fn dlopen(name: &OsStr, flags: c_int) -> Result<Library, Tried> {
     // SAFETY: loading runs the library's initialisers. The names are the CUDA driver's, or a file that the caller named as such.
-    unsafe { Library::open(Some(name), flags) }
-        .map_err(|error| Tried { name: name.to_string_lossy().into_owned(), reason: error.to_string() })
+    unsafe { Library::open(Some(name), flags) }.map_err(|error| Tried::new(name, &error))
 }
 
 /// The file that is mapped at an address of this process.

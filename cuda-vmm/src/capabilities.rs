@@ -87,24 +87,24 @@ impl Capabilities {
         let claims = |attribute| device.claims(attribute);
         let here = |types| Properties::device(device.ordinal()).handle_types(types);
         let (fd, fabric) = (HandleTypes::POSIX_FD, HandleTypes::FABRIC);
-        let node = device.host_numa_node();
+        let node = device.host_numa_node()?;
         let numa_claimed = node.is_some()
-            && claims(Attribute::CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED);
+            && claims(Attribute::CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)?;
         let there = |types| Properties::host_numa(node.unwrap_or(0)).handle_types(types);
         Ok(Self {
             virtual_memory: tried(
                 device,
-                claims(Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED),
+                claims(Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)?,
                 &here(HandleTypes::empty()),
             )?,
             posix_fd: tried(
                 device,
-                claims(Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED),
+                claims(Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)?,
                 &here(fd),
             )?,
             fabric: tried(
                 device,
-                claims(Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED),
+                claims(Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)?,
                 &here(fabric),
             )?,
             host_numa_node: node,
@@ -112,17 +112,17 @@ impl Capabilities {
             host_numa_fd: tried(device, numa_claimed, &there(fd))?,
             host_numa_fabric: tried(
                 device,
-                numa_claimed && claims(Attribute::CU_DEVICE_ATTRIBUTE_HOST_NUMA_MULTINODE_IPC_SUPPORTED),
+                numa_claimed && claims(Attribute::CU_DEVICE_ATTRIBUTE_HOST_NUMA_MULTINODE_IPC_SUPPORTED)?,
                 &there(fabric),
             )?,
-            multicast: multicast(device),
+            multicast: multicast(device)?,
             gpu_direct_rdma: Support::claimed(claims(
                 Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
-            )),
-            dma_buf: Support::claimed(claims(Attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED)),
+            )?),
+            dma_buf: Support::claimed(claims(Attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED)?),
             stream_memory_operations: Support::claimed(claims(
                 Attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS,
-            )),
+            )?),
         })
     }
 
@@ -145,14 +145,14 @@ impl Capabilities {
 }
 
 /// Whether a device claims multicast, unless the process has it switched off.
-fn multicast(device: &Device) -> Support {
+fn multicast(device: &Device) -> Result<Support> {
     // Old drivers do not know the attribute: that means no.
-    let claimed = device.claims(Attribute::CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED)
+    let claimed = device.claims(Attribute::CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED)?
         && device.cuda().driver().has(Function::cuMulticastCreate);
-    match multicast_disabled_by() {
+    Ok(match multicast_disabled_by() {
         Some(variable) if claimed => Support::SwitchedOff(variable),
         _ => Support::claimed(claimed),
-    }
+    })
 }
 
 /// Creates one granule, and exports and imports it as far as its handle types go.

@@ -4,7 +4,7 @@ use crate::context::Context;
 use crate::cuda::Cuda;
 use crate::error::{Attempt, Result};
 use cuda_vmm_sys::ffi::{CStr, c_char, c_int};
-use cuda_vmm_sys::{CUdevice, CUdevice_P2PAttribute, CUdevice_attribute, CUuuid};
+use cuda_vmm_sys::{CUdevice, CUdevice_P2PAttribute, CUdevice_attribute, CUresult, CUuuid};
 use std::fmt;
 
 /// A CUDA device.
@@ -157,15 +157,27 @@ impl Device {
         Ok(value)
     }
 
-    /// Whether an attribute is set; `false` if the driver does not know it.
-    pub(crate) fn claims(&self, attribute: CUdevice_attribute) -> bool {
-        self.attribute(attribute).is_ok_and(|value| value != 0)
+    /// One attribute; `None` if the driver is too old to know it.
+    fn known_attribute(&self, attribute: CUdevice_attribute) -> Result<Option<i32>> {
+        match self.attribute(attribute) {
+            Ok(value) => Ok(Some(value)),
+            Err(error) if error.status() == Some(CUresult::CUDA_ERROR_INVALID_VALUE) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether an attribute is set. A driver that does not know it does not have the thing.
+    pub(crate) fn claims(&self, attribute: CUdevice_attribute) -> Result<bool> {
+        Ok(self.known_attribute(attribute)?.is_some_and(|value| value != 0))
     }
 
     /// NUMA node of the host that is closest to the device; `None` if the driver names none.
-    #[must_use]
-    pub fn host_numa_node(&self) -> Option<i32> {
-        self.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID).ok().filter(|&node| node >= 0)
+    ///
+    /// # Errors
+    /// [`Error::Call`](crate::Error::Call).
+    pub fn host_numa_node(&self) -> Result<Option<i32>> {
+        let node = self.known_attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID)?;
+        Ok(node.filter(|&node| node >= 0))
     }
 
     /// Whether this device can address the memory of `peer`. A device reaches itself.

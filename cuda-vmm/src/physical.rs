@@ -25,8 +25,7 @@ pub struct PhysicalMemory {
 
 #[derive(Debug)]
 struct Inner {
-    cuda: Cuda,
-    handle: CUmemGenericAllocationHandle,
+    handle: Handle,
     size: usize,
     properties: Properties,
     handle_types: HandleTypes,
@@ -47,38 +46,19 @@ impl PhysicalMemory {
         let attempt = |types: HandleTypes| {
             let mut raw = properties.as_raw();
             raw.requestedHandleTypes = CUmemAllocationHandleType(types.bits());
-            Self::create_raw(cuda, size, &raw).attempt(|| {
+            let mut handle = 0;
+            // SAFETY: `handle` is valid for one write and `raw` for one read; flags must be 0. `Handle` releases it.
+            unsafe { cuda.driver().cuMemCreate(&mut handle, size, &raw, 0) }.attempt(|| {
                 format!("creating {size} bytes on {}, exportable as {types}", properties.location())
-            })
+            })?;
+            Ok(Handle { cuda: cuda.clone(), raw: handle })
         };
         let (handle, types) = match properties.shareability() {
             Shareable::Exactly(types) => (attempt(types)?, types),
             Shareable::BestAvailable => best_available(cuda, properties.location(), attempt)?,
         };
-        Ok(Self::adopt(cuda, handle, size, *properties, types, false))
-    }
-
-    fn create_raw(
-        cuda: &Cuda,
-        size: usize,
-        raw: &CUmemAllocationProp,
-    ) -> Result<CUmemGenericAllocationHandle, cuda_vmm_sys::CallError> {
-        let mut handle = 0;
-        // SAFETY: `handle` is valid for one write and `raw` for one read; flags must be 0. The handle is released in Drop.
-        unsafe { cuda.driver().cuMemCreate(&mut handle, size, raw, 0) }?;
-        Ok(handle)
-    }
-
-    pub(crate) fn adopt(
-        cuda: &Cuda,
-        handle: CUmemGenericAllocationHandle,
-        size: usize,
-        properties: Properties,
-        handle_types: HandleTypes,
-        imported: bool,
-    ) -> Self {
-        let cuda = cuda.clone();
-        Self { inner: Arc::new(Inner { cuda, handle, size, properties, handle_types, imported }) }
+        let (properties, imported) = (*properties, false);
+        Ok(Self { inner: Arc::new(Inner { handle, size, properties, handle_types: types, imported }) })
     }
 
     /// Imports memory from the file descriptor that [`export_fd`](Self::export_fd) made, here or in another process. `size` is
@@ -129,12 +109,10 @@ impl PhysicalMemory {
         // SAFETY: the caller's promise for `os_handle`; `handle` is valid for one write.
         unsafe { cuda.driver().cuMemImportFromShareableHandle(&mut handle, os_handle, kind) }
             .attempt(what)?;
-        // From here on the handle has an owner, so that a failure below releases it.
-        let placeholder = Properties::new(Location::Host);
-        let owner = Self::adopt(cuda, handle, size, placeholder, HandleTypes::empty(), true);
+        let handle = Handle { cuda: cuda.clone(), raw: handle };
         let mut raw = CUmemAllocationProp::default();
         // SAFETY: `raw` is valid for one write, and the handle is alive.
-        unsafe { cuda.driver().cuMemGetAllocationPropertiesFromHandle(&mut raw, handle) }
+        unsafe { cuda.driver().cuMemGetAllocationPropertiesFromHandle(&mut raw, handle.raw) }
             .attempt(|| "asking for the properties of imported memory".into())?;
         let properties = Properties::from_raw(&raw).ok_or_else(|| Error::Unsupported {
             what: "imported memory",
@@ -144,11 +122,8 @@ impl PhysicalMemory {
             ),
         })?;
         cuda.granularities(&properties)?.minimum.check("size of imported memory", size)?;
-        let mut inner = Arc::try_unwrap(owner.inner)
-            .map_err(|_| Error::StillShared { what: "a new import", holders: 1 })?;
-        inner.properties = properties;
-        inner.handle_types = HandleTypes::from_bits_retain(raw.requestedHandleTypes.0);
-        Ok(Self { inner: Arc::new(inner) })
+        let handle_types = HandleTypes::from_bits_retain(raw.requestedHandleTypes.0);
+        Ok(Self { inner: Arc::new(Inner { handle, size, properties, handle_types, imported: true }) })
     }
 
     /// Exports the memory as a file descriptor, which [`import_fd`](Self::import_fd) takes in another process. The descriptor
@@ -197,26 +172,27 @@ impl PhysicalMemory {
     /// `out` must be valid for the write that the driver makes for `kind`.
     unsafe fn export_raw(&self, out: *mut std::ffi::c_void, kind: CUmemAllocationHandleType) -> Result<()> {
         // SAFETY: the caller's promise for `out`; the handle is alive; flags must be 0.
-        unsafe { self.inner.cuda.driver().cuMemExportToShareableHandle(out, self.inner.handle, kind, 0) }
-            .attempt(|| {
+        unsafe { self.cuda().driver().cuMemExportToShareableHandle(out, self.as_raw(), kind, 0) }.attempt(
+            || {
                 format!(
                     "exporting memory on {} as {}",
                     self.location(),
                     HandleTypes::from_bits_retain(kind.0)
                 )
-            })
+            },
+        )
     }
 
     /// The driver.
     #[must_use]
     pub fn cuda(&self) -> &Cuda {
-        &self.inner.cuda
+        &self.inner.handle.cuda
     }
 
     /// The raw handle, alive as long as this object or a clone of it.
     #[must_use]
     pub fn as_raw(&self) -> CUmemGenericAllocationHandle {
-        self.inner.handle
+        self.inner.handle.raw
     }
 
     /// Size in bytes.
@@ -254,15 +230,17 @@ impl PhysicalMemory {
 fn best_available(
     cuda: &Cuda,
     location: Location,
-    attempt: impl Fn(HandleTypes) -> Result<CUmemGenericAllocationHandle>,
-) -> Result<(CUmemGenericAllocationHandle, HandleTypes)> {
+    attempt: impl Fn(HandleTypes) -> Result<Handle>,
+) -> Result<(Handle, HandleTypes)> {
     let claimed = match location {
-        Location::Device(ordinal) => {
-            cuda.device(ordinal)?.claims(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)
-        }
-        Location::HostNuma(_) | Location::Host => cuda.devices()?.iter().any(|device| {
-            device.claims(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HOST_NUMA_MULTINODE_IPC_SUPPORTED)
-        }),
+        Location::Device(ordinal) => cuda
+            .device(ordinal)?
+            .claims(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)?,
+        // Every device of a machine says the same of its host.
+        Location::HostNuma(_) | Location::Host if cuda.device_count() == 0 => false,
+        Location::HostNuma(_) | Location::Host => cuda
+            .device(0)?
+            .claims(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HOST_NUMA_MULTINODE_IPC_SUPPORTED)?,
     };
     if claimed && cuda.may_have_fabric(location) {
         let both = HandleTypes::FABRIC | HandleTypes::POSIX_FD;
@@ -287,10 +265,17 @@ fn best_available(
     Ok((attempt(HandleTypes::POSIX_FD)?, HandleTypes::POSIX_FD))
 }
 
-impl Drop for Inner {
+/// One reference to physical memory.
+#[derive(Debug)]
+struct Handle {
+    cuda: Cuda,
+    raw: CUmemGenericAllocationHandle,
+}
+
+impl Drop for Handle {
     fn drop(&mut self) {
         // SAFETY: gives back the one reference that creation or import took; mappings keep the memory alive by themselves.
-        released("physical memory", unsafe { self.cuda.driver().cuMemRelease(self.handle) });
+        released("physical memory", unsafe { self.cuda.driver().cuMemRelease(self.raw) });
     }
 }
 

@@ -1,7 +1,8 @@
 //! `xtask test`: everything CI runs, in the order that fails fastest.
 
 use crate::wheels::{root, run};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
+use std::io::{BufRead, BufReader};
 use std::process::Command;
 use std::time::Instant;
 
@@ -15,7 +16,11 @@ pub fn test() -> Result<()> {
     step("clippy", || {
         cargo(&["clippy", "--workspace", "--all-targets", "--all-features", "--", "-D", "warnings"])
     })?;
-    step("test", || cargo(&["test", "--workspace", "--all-features"]))?;
+    let mut counts = Counts::default();
+    step("test", || {
+        counts = tests(&["test", "--workspace", "--all-features", "--no-fail-fast"])?;
+        Ok(())
+    })?;
     step("doc", || {
         run(Command::new("cargo")
             .args(["doc", "--workspace", "--all-features", "--no-deps"])
@@ -28,16 +33,60 @@ pub fn test() -> Result<()> {
         cargo(&arguments)
     })?;
     step("abi-check", crate::abi_check::check)?;
-    skipped();
     println!("xtask test: all steps passed in {} s", start.elapsed().as_secs());
+    if counts.skipped > 0 {
+        println!("xtask test: what was skipped, and why, is in the lines above that start with `skipped:`");
+    }
+    println!("{} passed, {} failed, {} skipped", counts.passed, counts.failed, counts.skipped);
     Ok(())
 }
 
-/// Says what this machine could not show.
-fn skipped() {
-    if !std::path::Path::new("/dev/nvidiactl").exists() {
-        println!("xtask test: skipped: no CUDA device here, so everything ran on the software driver only");
+/// Outcomes of tests. A skipped test is one that passed and said `skipped: …`.
+#[derive(Debug, Default, PartialEq)]
+struct Counts {
+    passed: usize,
+    failed: usize,
+    skipped: usize,
+}
+
+impl Counts {
+    /// Reads one line of the test runner's output.
+    fn read(&mut self, line: &str) {
+        if line.starts_with("skipped: ") {
+            self.skipped += 1;
+        } else if let Some(counts) = line.strip_prefix("test result: ") {
+            let number = |what: &str| {
+                let before = counts.split(what).next().filter(|before| before.len() < counts.len());
+                before.and_then(|text| text.split([' ', ';']).rfind(|word| !word.is_empty())?.parse().ok())
+            };
+            self.passed += number(" passed").unwrap_or(0);
+            self.failed += number(" failed").unwrap_or(0);
+        }
     }
+}
+
+/// Runs the tests, shows what they print, and counts.
+fn tests(arguments: &[&str]) -> Result<Counts> {
+    // One stream, so that lines keep their order.
+    let (reader, writer) = std::io::pipe()?;
+    let mut command = Command::new("cargo");
+    command.args(arguments).current_dir(root()).stdout(writer.try_clone()?).stderr(writer);
+    let mut child = command.spawn().context("could not start cargo")?;
+    // The pipe ends when the last process that holds it does; this one must not.
+    drop(command);
+    let mut counts = Counts::default();
+    for line in BufReader::new(reader).lines() {
+        let line = line?;
+        println!("{line}");
+        counts.read(&line);
+    }
+    // To the runner a skipped test passed.
+    counts.passed = counts.passed.saturating_sub(counts.skipped);
+    let status = child.wait()?;
+    if !status.success() {
+        bail!("{} passed, {} failed, {} skipped", counts.passed, counts.failed, counts.skipped);
+    }
+    Ok(counts)
 }
 
 fn step(name: &str, work: impl FnOnce() -> Result<()>) -> Result<()> {
@@ -50,4 +99,23 @@ fn step(name: &str, work: impl FnOnce() -> Result<()>) -> Result<()> {
 
 fn cargo(arguments: &[&str]) -> Result<()> {
     run(Command::new("cargo").args(arguments).current_dir(root()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn outcomes_are_counted() {
+        let mut counts = Counts::default();
+        for line in [
+            "skipped: gpu: no CUDA device",
+            "test result: ok. 10 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s",
+            "skipped: other: no CUDA device",
+            "test result: FAILED. 1 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out; finished in 1.00s",
+        ] {
+            counts.read(line);
+        }
+        assert_eq!(counts, Counts { passed: 11, failed: 2, skipped: 2 });
+    }
 }

@@ -1,0 +1,4 @@
+//! What the benchmarks share: the drivers they run on, and the raw calls they compare with.
+
+pub mod backend;
+pub mod raw;

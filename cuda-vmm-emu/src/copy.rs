@@ -1,0 +1,302 @@
+//! Copies and sets, in stream order.
+
+use crate::core::Core;
+use crate::memory::access::{Accessor, Need};
+use crate::memory::raw;
+use crate::memory::space::{Cover, Kind};
+use crate::status::{Outcome, array, code, lock, put, read, require};
+use crate::stream::{Op, Source, Stream};
+use cuda_vmm_sys::ffi::{c_uchar, c_uint, c_void};
+use cuda_vmm_sys::{CUcontext, CUdeviceptr, CUmemcpyAttributes_v1, CUmemcpySrcAccessOrder, CUstream};
+use std::sync::Arc;
+
+/// One end of a copy.
+#[derive(Clone, Copy)]
+struct End {
+    address: u64,
+    /// Whose access counts.
+    device: usize,
+    /// Whether it must be memory of the driver's: the typed forms of a copy say so.
+    known: bool,
+}
+
+impl Core {
+    /// Checks one end of a copy. Returns whether it is pageable memory of the host.
+    fn check_end(&self, end: End, length: u64, need: Need) -> Outcome<bool> {
+        let space = read(&self.space);
+        match space.cover(end.address, length)? {
+            Cover::Ranges(_) => {
+                space.check(end.address, length, Accessor::Device(end.device), need)?;
+                Ok(false)
+            }
+            Cover::Unknown => {
+                require(!end.known && end.address != 0 && raw::is_mapped(end.address, length))?;
+                Ok(true)
+            }
+        }
+    }
+
+    fn copy(self: &Arc<Self>, stream: &Arc<Stream>, to: End, from: End, length: usize) -> Outcome {
+        stream.poison.check()?;
+        if length == 0 {
+            return Ok(());
+        }
+        let to_pageable = self.check_end(to, length as u64, Need::Write)?;
+        let from_pageable = self.check_end(from, length as u64, Need::Read)?;
+        let source = if from_pageable {
+            let mut bytes = Vec::<u8>::new();
+            bytes.try_reserve_exact(length).map_err(|_| code::OUT_OF_MEMORY)?;
+            // SAFETY: the caller of the copy gave this range of its own memory to be read during the call; `bytes` has room for it.
+            unsafe {
+                std::ptr::copy_nonoverlapping(from.address as *const u8, bytes.as_mut_ptr(), length);
+                bytes.set_len(length);
+            }
+            Source::Bytes(bytes)
+        } else {
+            Source::Address(from.address)
+        };
+        let ticket = stream.submit(
+            self,
+            Op::Copy {
+                to: to.address,
+                to_for: Accessor::Device(to.device),
+                from: source,
+                from_for: Accessor::Device(from.device),
+                length: length as u64,
+            },
+        )?;
+        if to_pageable {
+            // As the driver: a copy into pageable memory is over when the call returns.
+            stream.await_ticket(self, ticket);
+            stream.poison.check()?;
+        }
+        Ok(())
+    }
+
+    /// Checks a set: aligned, in one range, and within reach of the stream's device.
+    fn check_set(&self, stream: &Stream, address: u64, length: u64) -> Outcome {
+        let contexts = lock(&self.contexts);
+        let space = read(&self.space);
+        match space.cover(address, length)? {
+            // The driver refuses to set across the boundary of device and host memory; here, across any boundary.
+            Cover::Ranges(ranges) if ranges.len() == 1 => {
+                let (_, range) = ranges[0];
+                match &range.kind {
+                    Kind::Plain { device, .. } if *device != stream.device => {
+                        require(contexts.devices[stream.device].peers.contains(device))?;
+                    }
+                    _ => {}
+                }
+                space.check(address, length, Accessor::Device(stream.device), Need::Write)
+            }
+            _ => Err(code::INVALID_VALUE),
+        }
+    }
+}
+
+/// The functions of `cuda.h`, by their names there.
+///
+/// # Safety
+/// All take the C function's contract over: pointers are null or valid for what the function reads and writes.
+impl Core {
+    pub(crate) unsafe fn cuMemcpyAsync(
+        self: &Arc<Self>,
+        to: CUdeviceptr,
+        from: CUdeviceptr,
+        length: usize,
+        stream: CUstream,
+    ) -> Outcome {
+        let stream = self.stream_for_work(stream)?;
+        let end = |address| End { address, device: stream.device, known: false };
+        self.copy(&stream, end(to), end(from), length)
+    }
+
+    pub(crate) unsafe fn cuMemcpyHtoDAsync(
+        self: &Arc<Self>,
+        to: CUdeviceptr,
+        from: *const c_void,
+        length: usize,
+        stream: CUstream,
+    ) -> Outcome {
+        let stream = self.stream_for_work(stream)?;
+        let to = End { address: to, device: stream.device, known: true };
+        let from = End { address: from as u64, device: stream.device, known: false };
+        self.copy(&stream, to, from, length)
+    }
+
+    pub(crate) unsafe fn cuMemcpyDtoHAsync(
+        self: &Arc<Self>,
+        to: *mut c_void,
+        from: CUdeviceptr,
+        length: usize,
+        stream: CUstream,
+    ) -> Outcome {
+        let stream = self.stream_for_work(stream)?;
+        let to = End { address: to as u64, device: stream.device, known: false };
+        let from = End { address: from, device: stream.device, known: true };
+        self.copy(&stream, to, from, length)
+    }
+
+    pub(crate) unsafe fn cuMemcpyDtoDAsync(
+        self: &Arc<Self>,
+        to: CUdeviceptr,
+        from: CUdeviceptr,
+        length: usize,
+        stream: CUstream,
+    ) -> Outcome {
+        let stream = self.stream_for_work(stream)?;
+        let end = |address| End { address, device: stream.device, known: true };
+        self.copy(&stream, end(to), end(from), length)
+    }
+
+    pub(crate) unsafe fn cuMemcpyPeerAsync(
+        self: &Arc<Self>,
+        to: CUdeviceptr,
+        to_context: CUcontext,
+        from: CUdeviceptr,
+        from_context: CUcontext,
+        length: usize,
+        stream: CUstream,
+    ) -> Outcome {
+        let stream = self.stream_for_work(stream)?;
+        let to = End { address: to, device: self.device_of(to_context)?, known: true };
+        let from = End { address: from, device: self.device_of(from_context)?, known: true };
+        self.copy(&stream, to, from, length)
+    }
+
+    pub(crate) unsafe fn cuMemcpyBatchAsync(
+        self: &Arc<Self>,
+        to: *mut CUdeviceptr,
+        from: *mut CUdeviceptr,
+        sizes: *mut usize,
+        count: usize,
+        attributes: *mut CUmemcpyAttributes_v1,
+        attribute_starts: *mut usize,
+        attribute_count: usize,
+        failed: *mut usize,
+        stream: CUstream,
+    ) -> Outcome {
+        let mut index = usize::MAX;
+        // SAFETY: the caller's contract.
+        let outcome = unsafe {
+            self.batch(
+                to,
+                from,
+                sizes,
+                count,
+                attributes,
+                attribute_starts,
+                attribute_count,
+                &mut index,
+                stream,
+            )
+        };
+        if outcome.is_err() && !failed.is_null() {
+            // SAFETY: not null, and the caller's contract.
+            unsafe { put(failed, index)? };
+        }
+        outcome
+    }
+
+    pub(crate) unsafe fn cuMemcpyBatchAsync_v2(
+        self: &Arc<Self>,
+        to: *mut CUdeviceptr,
+        from: *mut CUdeviceptr,
+        sizes: *mut usize,
+        count: usize,
+        attributes: *mut CUmemcpyAttributes_v1,
+        attribute_starts: *mut usize,
+        attribute_count: usize,
+        stream: CUstream,
+    ) -> Outcome {
+        // SAFETY: the caller's contract.
+        unsafe {
+            self.batch(to, from, sizes, count, attributes, attribute_starts, attribute_count, &mut 0, stream)
+        }
+    }
+
+    /// Many copies. `failed` gets the index of the one that was refused, if it was one alone; then none of them has run.
+    unsafe fn batch(
+        self: &Arc<Self>,
+        to: *const CUdeviceptr,
+        from: *const CUdeviceptr,
+        sizes: *const usize,
+        count: usize,
+        attributes: *const CUmemcpyAttributes_v1,
+        attribute_starts: *const usize,
+        attribute_count: usize,
+        failed: &mut usize,
+        stream: CUstream,
+    ) -> Outcome {
+        // The legacy default stream takes no batches.
+        require(count > 0 && stream as usize > 1)?;
+        let stream = self.stream_for_work(stream)?;
+        // SAFETY: the caller's contract.
+        let (to, from, sizes, attributes, starts) = unsafe {
+            (
+                array(to, count)?,
+                array(from, count)?,
+                array(sizes, count)?,
+                array(attributes, attribute_count)?,
+                array(attribute_starts, attribute_count)?,
+            )
+        };
+        let ordered = starts.first() == Some(&0) && starts.windows(2).all(|pair| pair[0] < pair[1]);
+        require(ordered && starts.last().is_some_and(|&last| last < count))?;
+        let stream_order = CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM.0;
+        let any_order = CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_ANY.0;
+        require(attributes.iter().all(|a| (stream_order..=any_order).contains(&a.srcAccessOrder.0)))?;
+
+        let end = |address| End { address, device: stream.device, known: false };
+        let copies = || to.iter().zip(&from).zip(&sizes).enumerate();
+        for (index, ((&to, &from), &size)) in copies() {
+            let checked = require(size > 0)
+                .and_then(|()| self.check_end(end(to), size as u64, Need::Write))
+                .and_then(|_| self.check_end(end(from), size as u64, Need::Read));
+            if let Err(error) = checked {
+                *failed = index;
+                return Err(error);
+            }
+        }
+        for (_, ((&to, &from), &size)) in copies() {
+            self.copy(&stream, end(to), end(from), size)?;
+        }
+        Ok(())
+    }
+
+    pub(crate) unsafe fn cuMemsetD8Async(
+        self: &Arc<Self>,
+        to: CUdeviceptr,
+        value: c_uchar,
+        count: usize,
+        stream: CUstream,
+    ) -> Outcome {
+        let stream = self.stream_for_work(stream)?;
+        stream.poison.check()?;
+        if count == 0 {
+            return Ok(());
+        }
+        self.check_set(&stream, to, count as u64)?;
+        let who = Accessor::Device(stream.device);
+        stream.submit(self, Op::Set8 { to, value, count: count as u64, who }).map(drop)
+    }
+
+    pub(crate) unsafe fn cuMemsetD32Async(
+        self: &Arc<Self>,
+        to: CUdeviceptr,
+        value: c_uint,
+        count: usize,
+        stream: CUstream,
+    ) -> Outcome {
+        let stream = self.stream_for_work(stream)?;
+        stream.poison.check()?;
+        if count == 0 {
+            return Ok(());
+        }
+        require(to.is_multiple_of(4))?;
+        let length = (count as u64).checked_mul(4).ok_or(code::INVALID_VALUE)?;
+        self.check_set(&stream, to, length)?;
+        let who = Accessor::Device(stream.device);
+        stream.submit(self, Op::Set32 { to, value, count: count as u64, who }).map(drop)
+    }
+}

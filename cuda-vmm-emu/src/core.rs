@@ -1,0 +1,114 @@
+//! The state of one emulator, and what every call passes through.
+
+use crate::config::Config;
+use crate::context::Contexts;
+use crate::faults::Faults;
+use crate::ledger::Incident;
+use crate::memory::physical::{Account, Handles};
+use crate::memory::space::Space;
+use crate::status::{Outcome, code, lock, write};
+use cuda_vmm_sys::Function;
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, RwLock};
+
+/// One emulated driver.
+///
+/// Locks are taken in the order `contexts`, `handles`, `space`, a stream's, an event's. `space` is held for reading while memory is
+/// copied, so that nothing is unmapped under a copy.
+pub(crate) struct Core {
+    /// Number that no other emulator of this process has or had.
+    pub(crate) id: u64,
+    pub(crate) config: Config,
+    pub(crate) faults: Faults,
+    pub(crate) initialized: AtomicBool,
+    /// Set when the emulator and its drivers are gone: waiting streams give up.
+    pub(crate) closed: AtomicBool,
+    /// Memory in use on each device.
+    pub(crate) accounts: Vec<Arc<Account>>,
+    /// Multicast objects that this emulator created and that exist.
+    pub(crate) multicast_objects: Arc<AtomicUsize>,
+    pub(crate) contexts: Mutex<Contexts>,
+    pub(crate) handles: Mutex<Handles>,
+    pub(crate) space: RwLock<Space>,
+    incidents: Mutex<Vec<Incident>>,
+}
+
+thread_local! {
+    /// Whether this thread is running a host function of a stream.
+    static IN_HOST_FUNCTION: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs a host function; calls of the driver from it are refused meanwhile.
+pub(crate) fn as_host_function(run: impl FnOnce()) {
+    struct Reset(bool);
+    impl Drop for Reset {
+        fn drop(&mut self) {
+            IN_HOST_FUNCTION.set(self.0);
+        }
+    }
+    let _reset = Reset(IN_HOST_FUNCTION.replace(true));
+    run();
+}
+
+/// A number for a handle that was never given out before in this process. A stale or foreign handle is thereby known as such.
+pub(crate) fn fresh_handle() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0x0100_0000);
+    NEXT.fetch_add(0x10, Ordering::Relaxed)
+}
+
+impl Core {
+    pub(crate) fn new(config: Config) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let accounts = config.devices.iter().map(|device| Arc::new(Account::new(device.memory))).collect();
+        Self {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            faults: Faults::new(),
+            initialized: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
+            accounts,
+            multicast_objects: Arc::default(),
+            contexts: Mutex::new(Contexts::new(config.devices.len())),
+            handles: Mutex::default(),
+            space: RwLock::default(),
+            incidents: Mutex::default(),
+            config,
+        }
+    }
+
+    /// What every call passes: counting, faults, and the rules that hold for all functions. The implementation runs if this is `Ok`; else the
+    /// code is what the call returns, `CUDA_SUCCESS` included.
+    pub(crate) fn admit(&self, function: Function) -> Outcome {
+        if let Some(forced) = self.faults.on_call(function) {
+            // The call ends here, made to succeed or to fail.
+            return forced.and(Err(code::SUCCESS));
+        }
+        use Function as F;
+        let early =
+            matches!(function, F::cuInit | F::cuDriverGetVersion | F::cuGetErrorName | F::cuGetErrorString);
+        if !early && !self.initialized.load(Ordering::Acquire) {
+            return Err(code::NOT_INITIALIZED);
+        }
+        if !early && IN_HOST_FUNCTION.get() {
+            return Err(code::NOT_PERMITTED);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn note(&self, incident: Incident) {
+        lock(&self.incidents).push(incident);
+    }
+
+    pub(crate) fn incidents(&self) -> Vec<Incident> {
+        lock(&self.incidents).clone()
+    }
+
+    /// Ends the emulator: what is left is unmapped and closed.
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+        let contexts = std::mem::take(&mut *lock(&self.contexts));
+        let handles = std::mem::take(&mut *lock(&self.handles));
+        write(&self.space).clear();
+        drop((contexts, handles));
+    }
+}

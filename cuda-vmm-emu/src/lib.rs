@@ -1,0 +1,111 @@
+//! The memory half of a CUDA driver in software.
+//!
+//! What this crate does:
+//! - fills the function table of [`cuda_vmm_sys`] without a GPU: devices, contexts, virtual memory, sharing between processes, copies and
+//!   sets, streams and events, multicast objects;
+//! - works with real things, so that what is built on it is tested for real: addresses are reserved with `mmap`, memory is a memfd, an
+//!   export is a file descriptor that another process can import, a load from memory without access faults;
+//! - keeps the driver's rules, and refuses with the driver's codes what a driver refuses;
+//! - lies where drivers lie: FABRIC is claimed and refused unless the [`Config`] says otherwise;
+//! - fails on demand ([`Faults`]): a call by function and number, late, or missing from the table; or plays an older driver;
+//! - keeps a [`Ledger`] of everything alive, for tests to find empty.
+//!
+//! What it does not do:
+//! - run kernels, modules or graphs: those functions return `CUDA_ERROR_NOT_SUPPORTED`;
+//! - place memory: a NUMA node, a device or compression is a label;
+//! - measure anything: its times are those of a CPU;
+//! - account for memory across processes: an exporter's device gets memory back when the exporter has released it, imported or not.
+//!
+//! ```
+//! use cuda_vmm_emu::sys::{
+//!     CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationProp, CUmemAllocationType, CUmemLocation, CUmemLocationType,
+//! };
+//! use cuda_vmm_emu::{Config, Emulator};
+//!
+//! let emulator = Emulator::new(Config::h200x2())?;
+//! let driver = emulator.driver();
+//! let location = CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: 0 };
+//! let prop = CUmemAllocationProp {
+//!     type_: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+//!     location,
+//!     ..Default::default()
+//! };
+//! let access = CUmemAccessDesc { location, flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
+//! let (size, mut address, mut handle) = (2 << 20, 0, 0);
+//! // SAFETY: the pointers are valid for the calls, and nothing else uses the memory.
+//! unsafe {
+//!     driver.cuInit(0)?;
+//!     driver.cuMemAddressReserve(&mut address, size, 0, 0, 0)?;
+//!     driver.cuMemCreate(&mut handle, size, &prop, 0)?;
+//!     driver.cuMemMap(address, size, 0, handle, 0)?;
+//!     driver.cuMemSetAccess(address, size, &access, 1)?;
+//!     *(address as *mut u32) = 42;
+//! }
+//! assert_eq!(emulator.read(address, 4)?, 42_u32.to_ne_bytes());
+//! assert_eq!(emulator.ledger().device_bytes, [2 << 20, 0]);
+//! // SAFETY: the memory is not used any more.
+//! unsafe {
+//!     driver.cuMemUnmap(address, size)?;
+//!     driver.cuMemRelease(handle)?;
+//!     driver.cuMemAddressFree(address, size)?;
+//! }
+//! emulator.assert_empty();
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # Access
+//!
+//! The CPU stands for every device and for the host: an address can be read, or written, as soon as any location was given that access with
+//! `cuMemSetAccess`, and faults before. What each location was given is kept apart: copies, sets and stream operations are refused
+//! with `CUDA_ERROR_INVALID_VALUE` in the context of a device without access, and `cuMemGetAccess` answers for each location.
+//! An address that maps a multicast object has no memory of its own and always faults; [`Emulator::multimem_store`] and its
+//! siblings do what the device's instructions do.
+//!
+//! # Where it is stricter than a driver
+//!
+//! - A reservation's size must be a multiple of the granularity, not only of the page size.
+//! - A set must not cross from one mapping into another. (The driver was seen to refuse the boundary of device and host memory.)
+//! - Unbinding multicast memory with other values than it was bound with is refused; the driver leaves it undefined.
+//! - Nothing waits forever: a stream's wait ends the context with `CUDA_ERROR_LAUNCH_TIMEOUT`, a multicast call whose devices do not all
+//!   come returns `CUDA_ERROR_NOT_READY`, each after a time that the [`Config`] sets; the ledger tells of both.
+//! - A stale or foreign handle is always `CUDA_ERROR_INVALID_VALUE`, `CUDA_ERROR_INVALID_HANDLE` or `CUDA_ERROR_INVALID_CONTEXT`, never a crash.
+//!
+//! # Not affiliated with NVIDIA
+//!
+//! The rules come from NVIDIA's public CUDA Driver API reference and from measurements on a driver of CUDA 13.0. Multicast objects have not
+//! been compared with hardware.
+
+#![cfg_attr(docsrs, feature(doc_cfg))]
+// The implementation's methods carry the names and the arguments of the C functions.
+#![allow(non_snake_case, clippy::too_many_arguments)]
+
+#[cfg(not(target_os = "linux"))]
+compile_error!("cuda-vmm-emu needs Linux: memory is a memfd, and processes find each other through /proc");
+
+mod config;
+mod context;
+mod copy;
+mod core;
+mod device;
+mod emulator;
+mod error;
+mod faults;
+pub mod ledger;
+mod memory;
+mod multicast;
+mod share;
+mod shims;
+mod slots;
+mod status;
+mod stream;
+
+pub use config::{Config, Fabric};
+pub use cuda_vmm_sys as sys;
+pub use device::Device;
+pub use emulator::Emulator;
+pub use error::EmulatorError;
+pub use faults::Faults;
+pub use ledger::{Incident, Ledger};
+pub use memory::access::Access;
+pub use memory::physical::Location;
+pub use multicast::multimem::Element;

@@ -1,0 +1,138 @@
+//! `xtask abi-check`, the part about NCCL: the checked-in files against the headers of five releases.
+
+use crate::nccl_bindgen::{Common, RELEASES, common, generate, type_name, unlisted};
+use crate::nccl_functions::FUNCTIONS;
+use crate::wheels::root;
+use anyhow::{Context, Result, bail};
+use quote::ToTokens;
+use std::collections::BTreeMap;
+
+/// Regenerates the bindings and compares every release's declarations with them.
+pub fn check() -> Result<()> {
+    let mut complaints = Vec::new();
+    for (path, text) in generate()? {
+        let present = std::fs::read_to_string(root().join(&path)).with_context(|| path.clone())?;
+        // By tokens: the checked-in files have been through rustfmt.
+        if tokens(&present)? != tokens(&text)? {
+            complaints.push(format!("{path} is not what `cargo xtask bindgen` makes"));
+        }
+    }
+    let all = RELEASES.iter().map(common).collect::<Result<Vec<_>>>()?;
+    let newest = all.last().context("no release")?;
+    for (release, common) in RELEASES.iter().zip(&all) {
+        let context = |what: String| format!("NCCL {}: {what}", release.version);
+        complaints.extend(differences(common, newest).into_iter().map(context));
+        complaints.extend(unlisted(release)?.into_iter().map(|name| context(format!("{name} is not listed"))));
+        println!(
+            "NCCL {}: {} types, {} constants and {} functions compared",
+            release.version,
+            declarations(common).len(),
+            constants(common).len(),
+            common.signatures.len()
+        );
+    }
+    if !complaints.is_empty() {
+        bail!("{}", complaints.join("\n"));
+    }
+    Ok(())
+}
+
+fn tokens(text: &str) -> Result<String> {
+    // rustfmt adds trailing commas and drops them; neither means anything here.
+    let text = text.parse::<proc_macro2::TokenStream>().map_err(|error| anyhow::anyhow!("{error}"))?.to_string();
+    Ok(text.chars().filter(|c| !c.is_whitespace() && *c != ',').collect())
+}
+
+/// Each type's name and declaration.
+fn declarations(common: &Common) -> BTreeMap<String, String> {
+    let named = common.items.iter().filter_map(|item| Some((type_name(item)?, item)));
+    named.map(|(name, item)| (name, item.to_token_stream().to_string().replace(',', " ,"))).collect()
+}
+
+/// Constants: macros by their name, enumerators as `type::name`.
+fn constants(common: &Common) -> BTreeMap<String, String> {
+    let mut found = BTreeMap::new();
+    for item in &common.items {
+        match item {
+            syn::Item::Const(item) if item.ident != "_" => {
+                found.insert(item.ident.to_string(), item.expr.to_token_stream().to_string());
+            }
+            syn::Item::Impl(block) if block.trait_.is_none() => {
+                let ty = block.self_ty.to_token_stream().to_string();
+                for item in &block.items {
+                    if let syn::ImplItem::Const(item) = item {
+                        found.insert(format!("{ty}::{}", item.ident), item.expr.to_token_stream().to_string());
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+    found
+}
+
+/// Sizes and offsets, which the assertions beside each struct hold.
+fn layouts(common: &Common) -> BTreeMap<String, String> {
+    let mut found = BTreeMap::new();
+    for item in &common.items {
+        let syn::Item::Const(item) = item else { continue };
+        let syn::Expr::Block(block) = &*item.expr else { continue };
+        for statement in &block.block.stmts {
+            let syn::Stmt::Expr(syn::Expr::Index(index), _) = statement else { continue };
+            found.insert(index.expr.to_token_stream().to_string(), index.index.to_token_stream().to_string());
+        }
+    }
+    found
+}
+
+/// Counts of enumerators, which grow.
+const COUNTS: [&str; 4] = ["NumResults", "NumOps", "NumTypes", "MAX_TYPES"];
+
+/// Types that differ between releases in names alone: the second word of this handle is unused from 2.29 on.
+const RENAMED_FIELDS: [&str; 1] = ["ncclGinBarrierHandle"];
+
+/// A declaration without the `_t` of C's typedefs, which releases use or not for the same type.
+fn plain(text: &str) -> String {
+    let words = text.split(' ').map(|word| match word.strip_suffix("_t") {
+        Some(stem) if word.starts_with("nccl") => stem,
+        _ => word,
+    });
+    words.collect::<Vec<_>>().join(" ")
+}
+
+/// What a release declares otherwise than the newest one.
+fn differences(old: &Common, newest: &Common) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut compare = |kind: &str, old: BTreeMap<String, String>, new: BTreeMap<String, String>| {
+        for (name, text) in old {
+            match new.get(&name) {
+                Some(other) if plain(other) == plain(&text) => {}
+                _ if COUNTS.iter().any(|count| name.ends_with(count)) => {}
+                _ if RENAMED_FIELDS.iter().any(|ty| name.contains(ty) && kind != "constant") => {}
+                Some(other) => found.push(format!("{kind} {name} is {text}, in the newest release {other}")),
+                None => found.push(format!("{kind} {name} is gone from the newest release")),
+            }
+        }
+    };
+    compare("type", declarations(old), declarations(newest));
+    compare("constant", constants(old), constants(newest));
+    compare("layout", layouts(old), layouts(newest));
+    let signatures = |common: &Common| {
+        let listed = FUNCTIONS.iter().filter_map(|f| Some((f.name.to_owned(), common.signatures.get(f.name)?)));
+        listed.map(|(name, signature)| (name, shape(signature))).collect()
+    };
+    compare("function", signatures(old), signatures(newest));
+    found
+}
+
+/// Types of a function, without its arguments' names.
+fn shape(signature: &syn::Signature) -> String {
+    let mut text = String::new();
+    for argument in &signature.inputs {
+        if let syn::FnArg::Typed(argument) = argument {
+            text.push_str(&argument.ty.to_token_stream().to_string());
+            text.push_str(" , ");
+        }
+    }
+    text + &signature.output.to_token_stream().to_string()
+}

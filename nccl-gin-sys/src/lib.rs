@@ -49,6 +49,7 @@
     clippy::undocumented_unsafe_blocks,
     rustdoc::all
 )]
+#[rustfmt::skip] // generated
 mod bindings;
 mod error;
 mod functions;

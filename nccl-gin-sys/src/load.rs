@@ -91,11 +91,11 @@ impl Source {
         let library =
             dlopen(path.as_os_str(), 0).map_err(|attempt| LoadError::NotFound { tried: vec![attempt] })?;
         let source = Self::library(library, path);
-        if let Origin::File(file) = &source.origin {
-            if let Err(error) = others(mapped::libraries(), file) {
-                source.unload();
-                return Err(error);
-            }
+        if let Origin::File(file) = &source.origin
+            && let Err(error) = others(mapped::libraries(), file)
+        {
+            source.unload();
+            return Err(error);
         }
         Ok(source)
     }

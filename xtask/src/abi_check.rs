@@ -39,7 +39,7 @@ pub fn check() -> Result<()> {
     for headers in CUDA_HEADERS {
         compare(headers, &ours, &newest)?;
     }
-    Ok(())
+    crate::nccl_abi::check()
 }
 
 fn compare(headers: &CudaHeaders, ours: &BTreeMap<String, String>, newest: &Parsed) -> Result<()> {

@@ -3,6 +3,9 @@
 mod abi_check;
 mod bindgen;
 mod cuda_functions;
+mod nccl_abi;
+mod nccl_bindgen;
+mod nccl_functions;
 mod test;
 mod wheels;
 
@@ -13,7 +16,7 @@ cargo xtask <task>
 
   test        everything CI runs: fmt, clippy, build, tests, doc, abi-check
   abi-check   compares the bindings with several versions of NVIDIA's headers
-  bindgen     generates the bindings of cuda-vmm-sys again
+  bindgen     generates the bindings of cuda-vmm-sys and nccl-gin-sys again
 ";
 
 fn main() -> std::process::ExitCode {
@@ -29,7 +32,7 @@ fn main() -> std::process::ExitCode {
 fn task(name: Option<&str>) -> Result<()> {
     match name {
         Some("abi-check") => abi_check::check(),
-        Some("bindgen") => bindgen::write(),
+        Some("bindgen") => bindgen::write().and_then(|()| nccl_bindgen::write()),
         Some("test") => test::test(),
         Some(other) => bail!("no task named {other}\n\n{USAGE}"),
         None => bail!("which task?\n\n{USAGE}"),

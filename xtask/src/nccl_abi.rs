@@ -22,7 +22,8 @@ pub fn check() -> Result<()> {
     for (release, common) in RELEASES.iter().zip(&all) {
         let context = |what: String| format!("NCCL {}: {what}", release.version);
         complaints.extend(differences(common, newest).into_iter().map(context));
-        complaints.extend(unlisted(release)?.into_iter().map(|name| context(format!("{name} is not listed"))));
+        complaints
+            .extend(unlisted(release)?.into_iter().map(|name| context(format!("{name} is not listed"))));
         println!(
             "NCCL {}: {} types, {} constants and {} functions compared",
             release.version,
@@ -39,7 +40,8 @@ pub fn check() -> Result<()> {
 
 fn tokens(text: &str) -> Result<String> {
     // rustfmt adds trailing commas and drops them; neither means anything here.
-    let text = text.parse::<proc_macro2::TokenStream>().map_err(|error| anyhow::anyhow!("{error}"))?.to_string();
+    let text =
+        text.parse::<proc_macro2::TokenStream>().map_err(|error| anyhow::anyhow!("{error}"))?.to_string();
     Ok(text.chars().filter(|c| !c.is_whitespace() && *c != ',').collect())
 }
 
@@ -61,7 +63,8 @@ fn constants(common: &Common) -> BTreeMap<String, String> {
                 let ty = block.self_ty.to_token_stream().to_string();
                 for item in &block.items {
                     if let syn::ImplItem::Const(item) = item {
-                        found.insert(format!("{ty}::{}", item.ident), item.expr.to_token_stream().to_string());
+                        found
+                            .insert(format!("{ty}::{}", item.ident), item.expr.to_token_stream().to_string());
                     }
                 }
             }
@@ -118,7 +121,8 @@ fn differences(old: &Common, newest: &Common) -> Vec<String> {
     compare("constant", constants(old), constants(newest));
     compare("layout", layouts(old), layouts(newest));
     let signatures = |common: &Common| {
-        let listed = FUNCTIONS.iter().filter_map(|f| Some((f.name.to_owned(), common.signatures.get(f.name)?)));
+        let listed =
+            FUNCTIONS.iter().filter_map(|f| Some((f.name.to_owned(), common.signatures.get(f.name)?)));
         listed.map(|(name, signature)| (name, shape(signature))).collect()
     };
     compare("function", signatures(old), signatures(newest));

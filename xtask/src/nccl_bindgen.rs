@@ -20,18 +20,9 @@ pub struct Nccl {
 }
 
 impl Nccl {
-    fn folder(&self) -> Result<PathBuf> {
-        Ok(wheel("nvidia-nccl-cu13", self.version)?.join("nvidia/nccl"))
-    }
-
     /// Folder with `nccl.h`, downloaded if need be.
     pub fn include(&self) -> Result<PathBuf> {
-        Ok(self.folder()?.join("include"))
-    }
-
-    /// The shared object, downloaded if need be.
-    pub fn library(&self) -> Result<PathBuf> {
-        Ok(self.folder()?.join("lib/libnccl.so.2"))
+        Ok(wheel("nvidia-nccl-cu13", self.version)?.join("nvidia/nccl/include"))
     }
 }
 
@@ -48,9 +39,9 @@ pub const RELEASES: &[Nccl] = &[
     nccl("2.32.3", 23203, "v2_32"),
 ];
 
-/// The newest release: it makes the common types and the signatures.
-pub fn newest() -> &'static Nccl {
-    RELEASES.last().expect("the list is not empty")
+/// Downloads every release's wheel: the tests of `nccl-gin-sys` load the libraries in them.
+pub fn fetch() -> Result<()> {
+    RELEASES.iter().try_for_each(|release| release.include().map(drop))
 }
 
 /// Structs that are only pointed to.

@@ -17,7 +17,7 @@ macro_rules! for_each_function {
         ncclGetVersion = "ncclGetVersion", 22809: fn(version: *mut $crate::ffi::c_int) -> $crate::ncclResult_t;
         /// Description of a result code, a static C string.
         ncclGetErrorString = "ncclGetErrorString", 22809: fn(result: $crate::ncclResult_t) -> *const $crate::ffi::c_char;
-        /// Text of the last error, a C string that the next error of the same thread replaces.
+        /// Text of the last error, a C string that the next error of the process replaces.
         ncclGetLastError = "ncclGetLastError", 22809: fn(comm: $crate::ncclComm_t) -> *const $crate::ffi::c_char;
         /// Makes an identifier for a new communicator, and starts the listener behind it.
         ncclGetUniqueId = "ncclGetUniqueId", 22809: fn(uniqueId: *mut $crate::ncclUniqueId) -> $crate::ncclResult_t;

@@ -24,7 +24,7 @@ pub const FUNCTIONS: &[NcclFunction] = &[
     // Version and errors
     f("ncclGetVersion", "Version of the library, as `10000 * major + 100 * minor + patch`."),
     f("ncclGetErrorString", "Description of a result code, a static C string."),
-    f("ncclGetLastError", "Text of the last error, a C string that the next error of the same thread replaces."),
+    f("ncclGetLastError", "Text of the last error, a C string that the next error of the process replaces."),
     // Communicators
     f("ncclGetUniqueId", "Makes an identifier for a new communicator, and starts the listener behind it."),
     f("ncclCommGetUniqueId", "Makes an identifier with which new ranks join a communicator that grows."),

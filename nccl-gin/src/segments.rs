@@ -1,0 +1,88 @@
+//! What the driver says about memory that is to become a window, ahead of the collective call: a rank that fails inside it leaves the
+//! others waiting.
+
+use crate::device::Device;
+use crate::error::{Error, Result};
+use cuda_vmm_sys::{CUdeviceptr, CUmemAllocationProp_v1, CUmemLocationType};
+use nccl_gin_sys::{Generation, NCCL_WIN_REQUIRED_ALIGNMENT};
+
+/// Checks that NCCL can export `length` bytes at `address` to other processes. The device is current.
+pub(crate) fn check(device: &Device, generation: Generation, address: usize, length: usize) -> Result<()> {
+    let refuse = |reason: String| Error::Memory { address, length, reason };
+    if length == 0 {
+        return Err(refuse("it has no bytes".into()));
+    }
+    if !address.is_multiple_of(NCCL_WIN_REQUIRED_ALIGNMENT as usize) {
+        return Err(refuse(format!("its address is not a multiple of {NCCL_WIN_REQUIRED_ALIGNMENT}")));
+    }
+    let Some(end) = address.checked_add(length) else {
+        return Err(refuse("it reaches beyond the end of the address space".into()));
+    };
+    let mut next = address;
+    let mut segments = 0;
+    while next < end {
+        let segment = Segment::at(device, next).map_err(refuse)?;
+        segments += 1;
+        if segments > 1 && generation < Generation::V2_30 {
+            return Err(refuse(
+                "it spans several physical allocations, for which NCCL 2.30 or newer is needed".into(),
+            ));
+        }
+        if segment.on_host && generation < Generation::V2_30 {
+            return Err(refuse("part of it is host memory, for which NCCL 2.30 or newer is needed".into()));
+        }
+        next = segment.end;
+    }
+    Ok(())
+}
+
+/// One physical allocation.
+struct Segment {
+    end: usize,
+    on_host: bool,
+}
+
+impl Segment {
+    /// The allocation mapped at `address`, if NCCL can export it; otherwise the reason.
+    fn at(device: &Device, address: usize) -> Result<Self, String> {
+        let driver = device.driver();
+        let (mut base, mut size) = (0, 0);
+        // SAFETY: both outputs are valid for one write.
+        unsafe { driver.cuMemGetAddressRange(&mut base, &mut size, address as CUdeviceptr) }
+            .map_err(|error| format!("{address:#x} is no memory of CUDA ({error})"))?;
+        // Some drivers give no base for host memory; the address is then where the allocation starts.
+        let start = if base == 0 { address } else { base as usize };
+        let end = start.saturating_add(size);
+        if end <= address {
+            return Err(format!("the driver says that the allocation at {address:#x} ends at {end:#x}"));
+        }
+        let mut handle = 0;
+        // SAFETY: the output is valid for one write, and the address is mapped. The reference is given back below.
+        unsafe { driver.cuMemRetainAllocationHandle(&mut handle, address as *mut _) }.map_err(|error| {
+            format!(
+                "{address:#x} was not allocated with cuMemCreate, so it cannot be shared ({error}); use MemAlloc or a cuda-vmm range, \
+                 not cudaMalloc"
+            )
+        })?;
+        let mut properties = CUmemAllocationProp_v1::default();
+        // SAFETY: the output is valid for one write, and the handle is alive.
+        let told = unsafe { driver.cuMemGetAllocationPropertiesFromHandle(&mut properties, handle) };
+        // SAFETY: the reference that was retained above is given back once.
+        unsafe { driver.cuMemRelease(handle) }.ok();
+        told.map_err(|error| format!("the driver does not tell how {address:#x} was allocated ({error})"))?;
+        if properties.requestedHandleTypes.0 == 0 {
+            return Err(format!("{address:#x} was allocated without a handle type, so it cannot be shared"));
+        }
+        let on_host = match properties.location.type_ {
+            CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE => false,
+            CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST_NUMA => true,
+            other => {
+                return Err(format!(
+                    "{address:#x} lies at a location of type {}, which NCCL does not take",
+                    other.0
+                ));
+            }
+        };
+        Ok(Self { end, on_host })
+    }
+}

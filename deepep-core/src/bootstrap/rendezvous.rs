@@ -32,18 +32,34 @@ impl Failure {
 
 type Round = Arc<Vec<Vec<u8>>>;
 
+struct Contribution {
+    bytes: Vec<u8>,
+    /// The result goes on over a connection.
+    remote: bool,
+}
+
 struct State {
     /// Number of completed rounds.
     completed: u64,
     /// Contributions to the current round.
-    pending: Vec<Option<Vec<u8>>>,
+    pending: Vec<Option<Contribution>>,
     /// When the current round got its first contribution.
     opened: Option<Instant>,
     /// What the last completed round gathered.
     result: Round,
-    /// Remote ranks that have not yet been sent the last result.
+    /// Remote ranks that have a result or a failure coming and have not yet been sent it.
     undelivered: usize,
     failure: Option<Failure>,
+}
+
+impl State {
+    /// Ends the service for the first reason given; who waits for the current round is told.
+    fn fail(&mut self, failure: Failure) {
+        if self.failure.is_none() {
+            self.undelivered += self.pending.iter().flatten().filter(|c| c.remote).count();
+            self.failure = Some(failure);
+        }
+    }
 }
 
 pub(super) struct Rendezvous {
@@ -57,7 +73,7 @@ impl Rendezvous {
         Arc::new(Self {
             state: Mutex::new(State {
                 completed: 0,
-                pending: vec![None; world_size],
+                pending: (0..world_size).map(|_| None).collect(),
                 opened: None,
                 result: Arc::new(Vec::new()),
                 undelivered: 0,
@@ -81,24 +97,29 @@ impl Rendezvous {
     /// [`delivered`](Self::delivered) will be called.
     pub(super) fn gather(&self, rank: usize, bytes: Vec<u8>, remote: bool) -> Result<Round, Failure> {
         let mut state = self.lock();
-        if let Some(failure) = &state.failure {
-            return Err(failure.clone());
-        }
-        if state.pending[rank].is_some() {
+        let refusal = match &state.failure {
+            Some(failure) => Some(failure.clone()),
             // Only possible if two threads call at once for one rank.
-            return Err(Failure::Protocol { rank, problem: "contributed twice to one round".into() });
+            None if state.pending[rank].is_some() => {
+                Some(Failure::Protocol { rank, problem: "contributed twice to one round".into() })
+            }
+            None => None,
+        };
+        if let Some(failure) = refusal {
+            state.undelivered += usize::from(remote);
+            return Err(failure);
         }
         let round = state.completed;
         let deadline = *state.opened.get_or_insert_with(Instant::now) + self.timeout;
-        state.pending[rank] = Some(bytes);
+        state.pending[rank] = Some(Contribution { bytes, remote });
         if state.pending.iter().all(Option::is_some) {
-            state.result = Arc::new(state.pending.iter_mut().filter_map(Option::take).collect());
+            let all: Vec<_> = state.pending.iter_mut().filter_map(Option::take).collect();
+            state.undelivered += all.iter().filter(|c| c.remote).count();
+            state.result = Arc::new(all.into_iter().map(|c| c.bytes).collect());
             state.completed += 1;
             state.opened = None;
             self.changed.notify_all();
         }
-        // Counted by each remote rank before it can be seen to have finished: rank 0 waits for zero only after all contributed.
-        state.undelivered += usize::from(remote);
         loop {
             if state.completed > round {
                 // The next round can't complete before this rank contributes to it, so this is this round's result.
@@ -111,7 +132,7 @@ impl Rendezvous {
             if left.is_zero() {
                 let missing = (0..state.pending.len()).filter(|&r| state.pending[r].is_none()).collect();
                 let failure = Failure::Missing { ranks: missing, waited: self.timeout };
-                state.failure = Some(failure.clone());
+                state.fail(failure.clone());
                 self.changed.notify_all();
                 return Err(failure);
             }
@@ -142,7 +163,7 @@ impl Rendezvous {
 
     /// Ends the service for everybody, for the first reason given.
     pub(super) fn fail(&self, failure: Failure) {
-        self.lock().failure.get_or_insert(failure);
+        self.lock().fail(failure);
         self.changed.notify_all();
     }
 }

@@ -366,3 +366,6 @@ fn parse_failure(payload: &[u8], from: &str) -> Failure {
         problem: format!("a failure from {from} doesn't parse"),
     })
 }
+
+#[cfg(test)]
+mod tests;

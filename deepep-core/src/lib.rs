@@ -6,6 +6,7 @@
 
 pub mod bootstrap;
 pub mod error;
+pub mod layout;
 pub mod tensor;
 
 pub use bootstrap::Bootstrap;

@@ -1,0 +1,120 @@
+//! The workspace: every cell ranks and blocks synchronise through. Zero when the buffer is made, never cleared afterwards.
+
+use super::{Cursor, MAX_BLOCKS, MAX_SENDERS, align_up};
+
+/// What tickets are drawn for. Each has its own cache line in each parity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Ticket {
+    /// Rows of a dispatch that blocks share among themselves.
+    Send = 0,
+    /// Rows of the own rank.
+    Own = 1,
+    /// Rows that came in and are duplicated.
+    Incoming = 2,
+}
+
+/// Offsets of the workspace's cells.
+///
+/// "Peer" cells are written by other ranks, "own" cells only by the owner. Sizes follow the buffer's maxima, so that they are the
+/// same for every call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WorkspaceLayout {
+    /// Peer, `u64[2 parities][ranks][cells]`: totals of a dispatch. Cells are E experts, R ranks, call, place.
+    pub totals: usize,
+    /// Cells of one rank in [`totals`](Self::totals), and of one block in [`partials`](Self::partials).
+    pub cells: usize,
+    /// Peer, `u32[ranks][max_tokens]`: a row of an expanded dispatch is in its first place.
+    pub ready: usize,
+    /// Peer, `u32[ranks][MAX_BLOCKS]`: a sending block of a plain dispatch is done.
+    pub done: usize,
+    /// Peer, `u32[ranks]`, one cache line each: a combine kernel has started.
+    pub started: usize,
+    /// Peer, `u32[sets][slots][max_tokens]`: a row of a combine has arrived.
+    pub arrived: usize,
+    /// Cells of one set in [`arrived`](Self::arrived).
+    pub arrived_set: usize,
+    /// Peer, `u32[ranks]`, one cache line each: barriers.
+    pub barrier: usize,
+    /// Peer, `u64`: a rank gave up; zero as long as all is well.
+    pub abort: usize,
+    /// Own, `u32[3 operations][MAX_BLOCKS]`: epochs of dispatch, combine, barrier.
+    pub epochs: usize,
+    /// Own, `u32[2 parities][3 kinds]`, one cache line each. See [`Ticket`].
+    pub tickets: usize,
+    /// Own, `u64[MAX_SENDERS][cells]`: counts of each sending block.
+    pub partials: usize,
+    /// Own, `u64[MAX_SENDERS]`: a sending block has written its tables.
+    pub chunks: usize,
+    /// Own, `u32[record kinds]`: epoch of the newest record of each kind in the status block.
+    pub reported: usize,
+    /// Bytes of the workspace.
+    pub bytes: usize,
+}
+
+impl WorkspaceLayout {
+    /// Bytes between two cells that must not share a cache line.
+    pub const LINE: usize = 128;
+    /// Cells of one set of totals beside the E + R counts: call and place.
+    pub const EXTRA_CELLS: usize = 2;
+
+    /// Layout for a buffer with these maxima. `slots` is the most slots a token has in combine's receive area.
+    pub fn new(ranks: usize, max_tokens: usize, experts: usize, slots: usize, sets: usize) -> Self {
+        let cells = align_up(experts + ranks + Self::EXTRA_CELLS, 16);
+        let arrived_set = slots * max_tokens;
+        let mut c = Cursor::at(0);
+        let abort = c.take(1, Self::LINE);
+        let barrier = c.take(ranks, Self::LINE);
+        let started = c.take(ranks, Self::LINE);
+        let totals = c.take(2 * ranks * cells, 8);
+        let done = c.take(ranks * MAX_BLOCKS, 4);
+        let ready = c.take(ranks * max_tokens, 4);
+        let arrived = c.take(sets * arrived_set, 4);
+        let epochs = c.take(3 * MAX_BLOCKS, 4);
+        let tickets = c.take(2 * 3, Self::LINE);
+        let partials = c.take(MAX_SENDERS * cells, 8);
+        let chunks = c.take(MAX_SENDERS, 8);
+        let reported = c.take(super::RecordKind::COUNT, 4);
+        Self {
+            totals,
+            cells,
+            ready,
+            done,
+            started,
+            arrived,
+            arrived_set,
+            barrier,
+            abort,
+            epochs,
+            tickets,
+            partials,
+            chunks,
+            reported,
+            bytes: c.bytes(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_beside_the_data() {
+        let w = WorkspaceLayout::new(8, 8192, 256, 8, 2);
+        assert_eq!(w.cells, 272);
+        assert_eq!(w.abort, 0);
+        assert_eq!(w.barrier, 256);
+        assert_eq!(w.totals, 256 + 2 * 8 * 128);
+        assert_eq!(w.done - w.totals, 2 * 8 * 272 * 8);
+        assert_eq!(w.arrived - w.ready, 8 * 8192 * 4);
+        assert!(w.bytes < 1 << 20, "{}", w.bytes);
+        assert_eq!(w.bytes % super::super::REGION_ALIGNMENT, 0);
+    }
+
+    #[test]
+    fn one_rank_needs_no_receive_cells() {
+        let w = WorkspaceLayout::new(1, 1, 1, 0, 2);
+        assert_eq!(w.arrived, w.epochs);
+    }
+}

@@ -1,0 +1,9 @@
+//! What the program `deepep` is made of, apart from its command line: routing, recorded or generated; input values that every rank can
+//! compute for every other; and an oracle that says what each rank must receive.
+//!
+//! The workspace's tests use the same pieces. For an engine, the library to use is `deepep-core`.
+
+pub mod inputs;
+pub mod oracle;
+pub mod routing;
+pub mod trace;

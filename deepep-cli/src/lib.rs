@@ -4,6 +4,7 @@
 //! The workspace's tests use the same pieces. For an engine, the library to use is `deepep-core`.
 
 pub mod inputs;
+pub mod job;
 pub mod oracle;
 pub mod routing;
 pub mod trace;

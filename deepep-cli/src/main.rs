@@ -1,12 +1,9 @@
-//! The program `deepep`.
+//! The program `deepep`: runs the main job, plans memory, and says what this machine can do.
 
-use clap::Parser;
+mod cli;
 
-/// Run and diagnose mixture-of-experts communication.
-#[derive(Parser)]
-#[command(version)]
-struct Cli {}
+use std::process::ExitCode;
 
-fn main() {
-    Cli::parse();
+fn main() -> ExitCode {
+    cli::main()
 }

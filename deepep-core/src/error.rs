@@ -152,14 +152,14 @@ pub enum Error {
         call: String,
     },
 
-    /// The buffer's output region that this call would write is still held by an earlier result.
+    /// Every slot that this call could use is still held.
     #[error(
-        "{what}: every one of the {slots} output slots is held by an earlier result; drop one, or build the buffer with more"
+        "{what}: all {slots} slots of the buffer are held; drop an earlier one, or build the buffer with more"
     )]
-    OutputsHeld {
-        /// The operation.
+    SlotsHeld {
+        /// What needs a slot.
         what: &'static str,
-        /// Number of output slots of the buffer.
+        /// Number of slots of the buffer.
         slots: usize,
     },
 
@@ -229,6 +229,10 @@ pub enum Error {
         /// What is missing or wrong, and which variables help.
         problem: String,
     },
+
+    /// The driver refused something.
+    #[error(transparent)]
+    Vmm(#[from] cuda_vmm::Error),
 
     /// The operating system refused something.
     #[error("{attempted}: {source}")]

@@ -4,10 +4,24 @@
 //! brings their outputs back to where the tokens came from and sums them. All of it goes through one symmetric heap: a range
 //! of memory of the same layout on every rank, which every other rank can read and write.
 
+mod backend;
 pub mod bootstrap;
+mod buffer;
+mod config;
+pub mod domain;
 pub mod error;
+mod handle;
 pub mod layout;
+mod ops;
+mod stream;
+pub mod symmetric;
 pub mod tensor;
 
+pub use backend::Counts;
 pub use bootstrap::Bootstrap;
+pub use buffer::{Builder, ElasticBuffer};
+pub use config::{BackendKind, Config, Reduction};
 pub use error::{Error, Result};
+pub use handle::{Dispatched, Handle};
+pub use ops::{CombineArgs, DispatchArgs};
+pub use stream::{Event, EventRef, StreamRef};

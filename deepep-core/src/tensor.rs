@@ -280,7 +280,7 @@ impl<'a> TensorRef<'a> {
     /// multiple of the element's size.
     pub fn bytes_as(data: &'a [u8], dtype: DType, rows: usize, columns: usize) -> Result<Self> {
         check_length(data.len(), rows, columns.saturating_mul(dtype.size()))?;
-        check_alignment(data.as_ptr() as u64, dtype)?;
+        check_alignment(data.as_ptr() as u64, data.len(), dtype)?;
         Ok(Self::host(data.as_ptr() as u64, dtype, [rows, columns]))
     }
 
@@ -391,15 +391,32 @@ impl<'a> TensorRef<'a> {
         Ok(unsafe { std::slice::from_raw_parts(self.address as *const u8, self.bytes()) })
     }
 
-    fn check_readable(&self) -> Result<()> {
-        if self.space != Space::Host {
-            return Err(Error::Memory {
-                tensor: "view",
-                got: self.space.name(),
-                expected: "host",
-                backend: "CPU",
-            });
+    /// The elements row after row, whatever the strides.
+    ///
+    /// # Errors
+    /// [`Memory`](Error::Memory) for device memory, [`DType`](Error::DType) if `T` is not the element type.
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+        if self.dtype != T::DTYPE {
+            return Err(Error::DType { tensor: "view", got: self.dtype, expected: T::DTYPE.name() });
         }
+        self.require_host()?;
+        let [rows, columns] = self.shape;
+        let elements = (0..rows).flat_map(|row| (0..columns).map(move |column| (row, column)));
+        // SAFETY: the view promises that every element is readable by the CPU (checked: Host), aligned and not written for 'a; row and
+        // column are in range, and any bit pattern is a T.
+        Ok(elements.map(|(row, column)| unsafe { self.element(row, column).cast::<T>().read() }).collect())
+    }
+
+    fn require_host(&self) -> Result<()> {
+        if self.space == Space::Host {
+            return Ok(());
+        }
+        let got = self.space.name();
+        Err(Error::Memory { tensor: "view", got, expected: "host", backend: "CPU" })
+    }
+
+    fn check_readable(&self) -> Result<()> {
+        self.require_host()?;
         self.require_contiguous("view")
     }
 
@@ -434,7 +451,7 @@ impl<'a> TensorMut<'a> {
     /// As [`TensorRef::bytes_as`].
     pub fn bytes_as(data: &'a mut [u8], dtype: DType, rows: usize, columns: usize) -> Result<Self> {
         check_length(data.len(), rows, columns.saturating_mul(dtype.size()))?;
-        check_alignment(data.as_ptr() as u64, dtype)?;
+        check_alignment(data.as_ptr() as u64, data.len(), dtype)?;
         Ok(Self::host(data.as_mut_ptr() as u64, dtype, [rows, columns]))
     }
 
@@ -473,8 +490,9 @@ impl<'a> TensorMut<'a> {
     }
 }
 
-fn check_alignment(address: u64, dtype: DType) -> Result<()> {
-    if address.is_multiple_of(dtype.size() as u64) {
+/// Memory without elements needs no alignment: it is never touched.
+fn check_alignment(address: u64, bytes: usize, dtype: DType) -> Result<()> {
+    if bytes == 0 || address.is_multiple_of(dtype.size() as u64) {
         return Ok(());
     }
     let problem = format!("address {address:#x} is not a multiple of the {} bytes of {dtype}", dtype.size());
@@ -482,9 +500,9 @@ fn check_alignment(address: u64, dtype: DType) -> Result<()> {
 }
 
 fn check_raw(extent: &Extent) -> Result<()> {
-    check_alignment(extent.address, extent.dtype)?;
     let [rows, columns] = extent.shape;
     let bytes = rows.checked_mul(columns).and_then(|n| n.checked_mul(extent.dtype.size()));
+    check_alignment(extent.address, bytes.unwrap_or(usize::MAX), extent.dtype)?;
     let span = extent
         .span()
         .and_then(|(low, high)| high.checked_sub(low)?.checked_mul(extent.dtype.size() as isize));

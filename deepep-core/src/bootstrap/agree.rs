@@ -151,14 +151,14 @@ fn differences(all: &[Settings]) -> Vec<Difference> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::thread;
     use std::time::Duration;
 
     use super::*;
     use crate::bootstrap::{ThreadBootstrap, thread_group};
 
-    fn on_ranks<T: Send>(n: usize, f: impl Fn(&ThreadBootstrap) -> T + Sync) -> Vec<T> {
+    pub(crate) fn on_ranks<T: Send>(n: usize, f: impl Fn(&ThreadBootstrap) -> T + Sync) -> Vec<T> {
         let ranks = thread_group(n, Duration::from_secs(20)).unwrap();
         let f = &f;
         thread::scope(|scope| {

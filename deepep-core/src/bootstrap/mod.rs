@@ -14,9 +14,9 @@ use crate::error::Result;
 
 pub mod agree;
 pub mod env;
-pub mod fds;
 mod frame;
 mod rendezvous;
+pub mod sockets;
 pub mod tcp;
 pub mod threads;
 

@@ -1,0 +1,93 @@
+//! One rank of `deepep run`, in a process or a thread.
+
+use std::time::Duration;
+
+use deepep_cli::job::{Job, JobError, Rank, Report};
+use deepep_core::{Bootstrap, ElasticBuffer};
+use serde::{Deserialize, Serialize};
+
+/// How a rank's part ended.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Outcome {
+    /// Everything agrees with the oracle.
+    Verified(Summary),
+    /// Something differs.
+    Mismatch(String),
+    /// The library returned an error.
+    Failed(String),
+}
+
+/// A rank's numbers, over all rounds.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub(super) struct Summary {
+    pub(super) tokens: usize,
+    pub(super) received: usize,
+    pub(super) rows: usize,
+    pub(super) bytes_from_peers: usize,
+    pub(super) heap_bytes: usize,
+    pub(super) backend: String,
+    /// Medians.
+    pub(super) dispatch_seconds: f64,
+    pub(super) combine_seconds: f64,
+    pub(super) dispatch_gb_per_second: f64,
+    pub(super) combine_gb_per_second: f64,
+}
+
+/// Runs one rank; `progress` is called after each round.
+pub(super) fn run(
+    job: &Job,
+    bootstrap: impl Bootstrap + 'static,
+    rounds: usize,
+    progress: impl Fn(usize),
+) -> Outcome {
+    match rounds_of(job, bootstrap, rounds, progress) {
+        Ok(summary) => Outcome::Verified(summary),
+        Err(JobError::Mismatch(difference)) => Outcome::Mismatch(difference.to_string()),
+        Err(error) => Outcome::Failed(error.to_string()),
+    }
+}
+
+fn rounds_of(
+    job: &Job,
+    bootstrap: impl Bootstrap + 'static,
+    rounds: usize,
+    progress: impl Fn(usize),
+) -> Result<Summary, JobError> {
+    let rank = bootstrap.rank();
+    let mut buffer = ElasticBuffer::with_config(job.config()).build(bootstrap)?;
+    let routings = job.routings();
+    let part = Rank::new(job, &routings, rank);
+    let mut reports = Vec::new();
+    for round in 0..rounds.max(1) {
+        reports.push(part.run(&mut buffer)?);
+        progress(round + 1);
+    }
+    let summary = summarise(&reports, buffer.heap().bytes(), buffer.backend().name());
+    buffer.close()?;
+    Ok(summary)
+}
+
+fn median(mut times: Vec<Duration>) -> f64 {
+    times.sort();
+    times.get(times.len() / 2).map_or(0.0, Duration::as_secs_f64)
+}
+
+fn summarise(reports: &[Report], heap_bytes: usize, backend: &str) -> Summary {
+    let last = reports.last().cloned().unwrap_or_default();
+    let dispatch = median(reports.iter().map(|r| r.dispatch).collect());
+    let combine = median(reports.iter().map(|r| r.combine).collect());
+    let rate = |bytes: usize, seconds: f64| if seconds > 0.0 { bytes as f64 / seconds / 1e9 } else { 0.0 };
+    Summary {
+        tokens: last.tokens,
+        received: last.received,
+        rows: last.rows,
+        bytes_from_peers: last.bytes_from_peers,
+        heap_bytes,
+        backend: backend.into(),
+        dispatch_seconds: dispatch,
+        combine_seconds: combine,
+        dispatch_gb_per_second: rate(last.dispatch_bytes, dispatch),
+        combine_gb_per_second: rate(last.combine_bytes, combine),
+    }
+}

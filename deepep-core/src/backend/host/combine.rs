@@ -1,0 +1,246 @@
+//! Combine, as section 3 of the protocol has it.
+
+use std::sync::atomic::Ordering;
+
+use super::Rank;
+use super::memory::{Rows, Table};
+use super::sum::Sum;
+use crate::backend::{CombineCall, Phase};
+use crate::error::{Error, Result};
+use crate::layout::{Placement, WorkspaceLayout};
+
+/// One call, with the tables it works on.
+struct Combine<'a, 'c> {
+    rank: &'a Rank<'a>,
+    call: &'c CombineCall<'c>,
+    epoch: u32,
+    x: Rows<'c>,
+    weights: Option<Table<'c, f32>>,
+    /// One per peer's set of the receive area.
+    receive: Vec<Rows<'a>>,
+    receive_weights: Vec<Table<'a, f32>>,
+    lane_row: Table<'a, i32>,
+}
+
+pub(super) fn run(rank: &Rank<'_>, call: CombineCall<'_>, epoch: u32) -> Result<()> {
+    let shape = &call.shape;
+    let sets = rank.layout.receive.count;
+    let set = epoch as usize % sets;
+    let base = rank.layout.receive.at(set);
+    let expanded = shape.placement == Placement::Expanded;
+    let handle = |offset| rank.layout.handles.at(call.handle_slot) + offset;
+    let lanes = if expanded { call.dispatched.token_capacity * shape.topk } else { 0 };
+    let rows = shape.slots() * shape.max_tokens;
+    let back = if shape.ranks > 1 { shape.max_tokens * shape.topk } else { 0 };
+    let combine = Combine {
+        rank,
+        call: &call,
+        epoch,
+        x: Rows::of(&call.x),
+        weights: call.topk_weights.as_ref().map(|w| Table::of(w)),
+        receive: rank
+            .areas
+            .iter()
+            .map(|area| area.rows(base + call.receive.rows, rows, shape.row_bytes))
+            .collect::<Result<_>>()?,
+        receive_weights: rank
+            .areas
+            .iter()
+            .map(|area| area.table(base + call.receive.weights, back))
+            .collect::<Result<_>>()?,
+        lane_row: rank.own().table(handle(call.handle.lane_row), lanes)?,
+    };
+    let cell = rank.workspace().started + rank.me * WorkspaceLayout::LINE;
+    for peer in rank.peers() {
+        rank.areas[peer].cell32(cell)?.store(epoch, Ordering::Release);
+    }
+    combine.send(sets, set)?;
+    combine.reduce(set)
+}
+
+impl Combine<'_, '_> {
+    /// Slot at `owner` for what comes from `from`, whose highest lane is `lane`.
+    fn slot(&self, owner: usize, from: usize, lane: usize) -> usize {
+        match (self.call.shape.by_lane(), from < owner) {
+            (true, _) => lane,
+            (false, true) => from,
+            (false, false) => from - 1,
+        }
+    }
+
+    fn arrived(&self, set: usize, slot: usize, token: usize) -> usize {
+        let w = self.rank.workspace();
+        w.arrived + (set * w.arrived_set + slot * self.call.shape.max_tokens + token) * 4
+    }
+
+    /// Sends what was received from each peer back to it.
+    fn send(&self, sets: usize, set: usize) -> Result<()> {
+        let (rank, call, shape) = (self.rank, self.call, &self.call.shape);
+        let slot = rank.layout.handles.at(call.handle_slot);
+        let source =
+            rank.own().table::<[u32; 2]>(slot + call.handle.source, call.dispatched.token_capacity)?;
+        let psum = rank.own().table::<i32>(slot + call.handle.rank_psum, shape.ranks)?;
+        let mut sum = Sum::new(shape.row_bytes / 2);
+        for peer in rank.peers() {
+            let first = if peer == 0 { 0 } else { psum.get(peer - 1)?.max(0) as usize };
+            let end = psum.get(peer)?.max(0) as usize;
+            if first < end {
+                // The last call that used this set has ended at the peer.
+                let target = self.epoch.wrapping_sub(sets as u32 - 1);
+                let cell = rank.own().cell32(rank.workspace().started + peer * WorkspaceLayout::LINE)?;
+                rank.waits.at_least(cell, target, Phase::CombineStart, peer)?;
+            }
+            for index in first..end {
+                let [global, mask] = source.get(index)?;
+                let token = (global as usize).wrapping_sub(peer * shape.max_tokens);
+                if mask == 0 || token >= shape.max_tokens || mask >> (shape.topk - 1) > 1 {
+                    let problem =
+                        format!("received token {index} claims to be token {token}, lanes {mask:#x}");
+                    return Err(Error::protocol(format!("rank {peer}"), problem));
+                }
+                self.send_token(peer, index, token, mask, set, &mut sum)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn send_token(
+        &self,
+        peer: usize,
+        index: usize,
+        token: usize,
+        mask: u32,
+        set: usize,
+        sum: &mut Sum,
+    ) -> Result<()> {
+        let (rank, shape) = (self.rank, &self.call.shape);
+        let to = &self.receive[peer];
+        if let Some(weights) = &self.weights {
+            for lane in lanes(mask) {
+                let at = match shape.placement {
+                    Placement::Plain => index * shape.topk + lane,
+                    Placement::Expanded => self.row(index, lane)?,
+                };
+                self.receive_weights[peer].set(token * shape.topk + lane, weights.get(at)?)?;
+            }
+        }
+        let highest = mask.ilog2() as usize;
+        let announce = |slot| -> Result<()> {
+            rank.areas[peer].cell32(self.arrived(set, slot, token))?.store(self.epoch, Ordering::Release);
+            Ok(())
+        };
+        match shape.placement {
+            Placement::Plain => {
+                let slot = self.slot(peer, rank.me, highest);
+                to.copy_from(slot * shape.max_tokens + token, &self.x, index)?;
+                announce(slot)
+            }
+            Placement::Expanded if shape.reduce_first => {
+                let slot = self.slot(peer, rank.me, highest);
+                sum.clear();
+                for lane in lanes(mask) {
+                    sum.add(self.x.read(self.row(index, lane)?)?);
+                }
+                let row = to.at(slot * shape.max_tokens + token)?;
+                // SAFETY: a row of the receive area; the set is free (its `started` cell was waited for), and this rank alone writes this
+                // slot.
+                unsafe { sum.write(row) };
+                announce(slot)
+            }
+            Placement::Expanded => lanes(mask).try_for_each(|lane| {
+                to.copy_from(lane * shape.max_tokens + token, &self.x, self.row(index, lane)?)?;
+                announce(lane)
+            }),
+        }
+    }
+
+    /// The expanded row of a lane of a received token.
+    fn row(&self, index: usize, lane: usize) -> Result<usize> {
+        let row = self.lane_row.get(index * self.call.shape.topk + lane)?;
+        usize::try_from(row).map_err(|_| {
+            let problem = format!("lane {lane} of received token {index} has no row");
+            Error::protocol("the handle", problem)
+        })
+    }
+
+    /// Adds up what comes back for each of this rank's tokens.
+    fn reduce(&self, set: usize) -> Result<()> {
+        let (rank, call, shape) = (self.rank, self.call, &self.call.shape);
+        let (k, local) = (shape.topk, call.dispatched.local_experts());
+        let slot = rank.layout.handles.at(call.handle_slot);
+        let own = rank.own();
+        let topk = own.table::<i32>(slot + call.handle.topk, call.tokens * k)?;
+        let sent_row = own.table::<i32>(slot + call.handle.sent_row, call.tokens * shape.ranks)?;
+        let expanded = shape.placement == Placement::Expanded;
+        let own_row =
+            own.table::<i32>(slot + call.handle.own_row, if expanded { call.tokens * k } else { 0 })?;
+        let biases: Vec<_> = call.biases.iter().flatten().map(|bias| Rows::of(bias)).collect();
+        let out = Rows::of(&call.out);
+        let out_weights = call.out_weights.as_ref().map(|w| Table::<f32>::of(w));
+        let (mut sum, mut here) = (Sum::new(shape.row_bytes / 2), Sum::new(shape.row_bytes / 2));
+        let mut scratch = vec![0u16; shape.row_bytes / 2];
+        for token in 0..call.tokens {
+            let mut masks = [0u32; crate::layout::MAX_RANKS];
+            for lane in 0..k {
+                let id = topk.get(token * k + lane)?;
+                if let Ok(id) = usize::try_from(id) {
+                    *masks.get_mut(id / local).ok_or_else(|| {
+                        Error::protocol("the handle", format!("token {token} names expert {id}"))
+                    })? |= 1 << lane;
+                }
+            }
+            sum.clear();
+            for bias in &biases {
+                sum.add(bias.read(token)?);
+            }
+            for lane in 0..k {
+                let Some(d) = masks.iter().position(|mask| mask >> lane & 1 == 1) else { continue };
+                // A rank's contribution stands at its highest lane, unless each lane travels on its own.
+                let alone = expanded && !shape.reduce_first;
+                if !alone && lane != masks[d].ilog2() as usize {
+                    continue;
+                }
+                if d != rank.me {
+                    let slot = self.slot(rank.me, d, lane);
+                    let cell = own.cell32(self.arrived(set, slot, token))?;
+                    rank.waits.equal(cell, self.epoch, Phase::CombineRows, d)?;
+                    sum.add(self.receive[rank.me].read(slot * shape.max_tokens + token)?);
+                } else if !expanded {
+                    sum.add(self.x.read(sent_row.get(token * shape.ranks + d)?.max(0) as usize)?);
+                } else if alone {
+                    sum.add(self.x.read(own_row.get(token * k + lane)?.max(0) as usize)?);
+                } else {
+                    here.clear();
+                    for lane in lanes(masks[d]) {
+                        here.add(self.x.read(own_row.get(token * k + lane)?.max(0) as usize)?);
+                    }
+                    // SAFETY: the scratch row has room for every column.
+                    unsafe { here.write(scratch.as_mut_ptr().cast()) };
+                    sum.add(&scratch);
+                }
+            }
+            // SAFETY: a row of the caller's tensor, which is `[tokens, hidden]` of BF16 and exclusively borrowed.
+            unsafe { sum.write(out.at(token)?) };
+            if let (Some(out), Some(weights)) = (&out_weights, &self.weights) {
+                for lane in 0..k {
+                    let value = match masks.iter().position(|mask| mask >> lane & 1 == 1) {
+                        None => 0.0,
+                        Some(d) if d != rank.me => self.receive_weights[rank.me].get(token * k + lane)?,
+                        Some(_) if expanded => weights.get(own_row.get(token * k + lane)?.max(0) as usize)?,
+                        Some(d) => {
+                            let row = sent_row.get(token * shape.ranks + d)?.max(0) as usize;
+                            weights.get(row * k + lane)?
+                        }
+                    };
+                    out.set(token * k + lane, value)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The lanes of a mask, ascending.
+fn lanes(mask: u32) -> impl Iterator<Item = usize> {
+    (0..32).filter(move |lane| mask >> lane & 1 == 1)
+}

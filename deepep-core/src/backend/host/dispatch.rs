@@ -1,0 +1,544 @@
+//! Dispatch, as section 2 of the protocol has it.
+
+use std::sync::atomic::Ordering;
+
+use super::Rank;
+use super::memory::{Rows, Table};
+use crate::backend::{Counts, DispatchCall, Phase, Positions, Problem, calls_differ};
+use crate::error::{Error, Result};
+use crate::layout::{DispatchShape, HandleLayout, IndexWidth, Placement, align_up};
+use crate::tensor::{DType, TensorRef};
+
+/// Slots that a rank has named in its place cell, and its number of sending blocks.
+#[derive(Clone, Copy)]
+struct Place {
+    output: usize,
+    handle: usize,
+}
+
+impl Place {
+    fn encode(output: usize, handle: usize) -> u32 {
+        let blocks = 1;
+        output as u32 | (handle as u32) << 8 | blocks << 20
+    }
+
+    fn decode(value: u32) -> Self {
+        Self { output: (value & 0xff) as usize, handle: (value >> 8 & 0xfff) as usize }
+    }
+}
+
+/// Where one rank's output and handle slots of this call lie.
+struct Destination<'a> {
+    rows: Rows<'a>,
+    scales: Table<'a, u32>,
+    lane_weight: Table<'a, f32>,
+    lane_expert: Ids<'a>,
+    row_weight: Table<'a, f32>,
+    source: Table<'a, [u32; 2]>,
+    lane_row: Table<'a, i32>,
+    rank_psum: Table<'a, i32>,
+}
+
+/// Expert ids of either width.
+enum Ids<'a> {
+    Narrow(Table<'a, i32>),
+    Wide(Table<'a, i64>),
+}
+
+impl Ids<'_> {
+    fn of<'t>(tensor: &'t TensorRef<'_>) -> Ids<'t> {
+        if tensor.dtype() == DType::I32 {
+            Ids::Narrow(Table::of(tensor))
+        } else {
+            Ids::Wide(Table::of(tensor))
+        }
+    }
+
+    fn get(&self, index: usize) -> Result<i64> {
+        match self {
+            Self::Narrow(table) => table.get(index).map(i64::from),
+            Self::Wide(table) => table.get(index),
+        }
+    }
+
+    fn set(&self, index: usize, id: i32) -> Result<()> {
+        match self {
+            Self::Narrow(table) => table.set(index, id),
+            Self::Wide(table) => table.set(index, id.into()),
+        }
+    }
+}
+
+impl<'a> Destination<'a> {
+    fn new(rank: &Rank<'a>, d: usize, place: Place, call: &DispatchCall<'_>) -> Result<Self> {
+        let (area, shape) = (&rank.areas[d], &call.shape);
+        let (outputs, handles) = (&rank.layout.outputs, &rank.layout.handles);
+        if place.output >= outputs.count || place.handle >= handles.count {
+            let problem = format!("names output slot {} and handle slot {}", place.output, place.handle);
+            return Err(Error::protocol(format!("rank {d}"), problem));
+        }
+        let output = |offset| outputs.at(place.output) + offset;
+        let handle = |offset| handles.at(place.handle) + offset;
+        let expanded = shape.placement == Placement::Expanded;
+        let lanes = shape.token_capacity * shape.topk;
+        let (plain_lanes, expanded_lanes) = if expanded { (0, lanes) } else { (lanes, 0) };
+        let (pack_stride, row_stride) = shape.scale_strides();
+        let packs = match shape.scale_packs {
+            0 => 0,
+            packs => (pack_stride * packs).max(row_stride * shape.row_capacity),
+        };
+        Ok(Self {
+            rows: area.rows(output(call.output.rows), shape.row_capacity, shape.row_bytes)?,
+            scales: area.table(output(call.output.scales), packs)?,
+            lane_weight: area.table(output(call.output.lane_weight), lanes)?,
+            lane_expert: match shape.index {
+                IndexWidth::Bits32 => Ids::Narrow(area.table(output(call.output.lane_expert), plain_lanes)?),
+                IndexWidth::Bits64 => Ids::Wide(area.table(output(call.output.lane_expert), plain_lanes)?),
+            },
+            row_weight: area
+                .table(output(call.output.row_weight), if expanded { shape.row_capacity } else { 0 })?,
+            source: area.table(handle(call.handle.source), shape.token_capacity)?,
+            lane_row: area.table(handle(call.handle.lane_row), expanded_lanes)?,
+            rank_psum: area.table(handle(call.handle.rank_psum), shape.ranks)?,
+        })
+    }
+
+    /// First token index of the tokens that come from `source`.
+    fn token_base(&self, source: usize) -> Result<usize> {
+        if source == 0 { Ok(0) } else { Ok(self.rank_psum.get(source - 1)?.max(0) as usize) }
+    }
+}
+
+/// What this rank's handle slot says about its own tokens.
+struct Sent<'a> {
+    topk: Table<'a, i32>,
+    row: Table<'a, i32>,
+    slot: Table<'a, i32>,
+    own_row: Table<'a, i32>,
+}
+
+/// Numbers of all ranks, from the cells of the exchange.
+struct Totals {
+    /// `[source][expert]`.
+    experts: Vec<Vec<usize>>,
+    /// `[source][destination]`.
+    tokens: Vec<Vec<usize>>,
+}
+
+impl Totals {
+    fn received(&self, d: usize) -> usize {
+        self.tokens.iter().map(|to| to[d]).sum()
+    }
+
+    fn expert(&self, e: usize) -> usize {
+        self.experts.iter().map(|of| of[e]).sum()
+    }
+
+    /// First row of each expert of rank `d`, aligned, and the end of the last one.
+    fn starts(&self, d: usize, shape: &DispatchShape) -> Vec<usize> {
+        let local = shape.local_experts();
+        let mut starts = vec![0];
+        for e in d * local..(d + 1) * local {
+            starts.push(starts[starts.len() - 1] + align_up(self.expert(e), shape.alignment));
+        }
+        starts
+    }
+}
+
+pub(super) fn run(
+    rank: &Rank<'_>,
+    mut call: DispatchCall<'_>,
+    epoch: u32,
+) -> Result<(Option<Counts>, Option<Problem>)> {
+    let shape = call.shape;
+    let (n, k, me) = (call.x.rows(), shape.topk, rank.me);
+    let handle = |offset| rank.layout.handles.at(call.handle_slot) + offset;
+    let expanded = shape.placement == Placement::Expanded;
+    let if_expanded = |len: usize| if expanded { len } else { 0 };
+    let sent = Sent {
+        topk: rank.own().table(handle(call.handle.topk), n * k)?,
+        row: rank.own().table(handle(call.handle.sent_row), n * shape.ranks)?,
+        slot: rank.own().table(handle(call.handle.sent_slot), if_expanded(n * shape.ranks))?,
+        own_row: rank.own().table(handle(call.handle.own_row), if_expanded(n * k))?,
+    };
+
+    let counted = match &call.positions {
+        Positions::Fresh { topk_idx } => Some(count(&shape, topk_idx, &sent.topk)?),
+        Positions::Cached => None,
+    };
+    let places = exchange(rank, &call, epoch, counted.as_deref())?;
+    let totals = match counted {
+        Some(_) => Some(gather(rank, &shape, epoch)?),
+        None => None,
+    };
+
+    let mut problem = None;
+    if let Some(totals) = &totals {
+        problem = over_capacity(&shape, totals);
+        write_counts(rank, &call, totals, problem.is_some())?;
+        if problem.is_some() {
+            (0..n * k).try_for_each(|i| sent.topk.set(i, -1))?;
+            (0..n * shape.ranks).try_for_each(|i| sent.row.set(i, -1))?;
+        } else if let Some(statistics) = &mut call.statistics {
+            let table = Table::<i32>::of(statistics);
+            for j in 0..shape.local_experts() {
+                let more = totals.expert(me * shape.local_experts() + j) as i32;
+                table.set(j, table.get(j)?.wrapping_add(more))?;
+            }
+        }
+    }
+    let counts = read_counts(rank, &call)?;
+    if problem.is_none() {
+        let destinations: Vec<_> = places
+            .iter()
+            .enumerate()
+            .map(|(d, &place)| Destination::new(rank, d, place, &call))
+            .collect::<Result<_>>()?;
+        send(rank, &call, epoch, totals.as_ref(), &sent, &destinations)?;
+        receive(rank, &call, epoch, &counts, &destinations[me])?;
+    }
+    Ok((call.exact.then_some(counts), problem))
+}
+
+/// Phase 1: writes the valid ids of this rank's tokens into its handle slot, and counts tokens of each expert and for each rank.
+fn count(shape: &DispatchShape, topk_idx: &TensorRef<'_>, valid: &Table<'_, i32>) -> Result<Vec<u32>> {
+    let mut counts = vec![0; shape.experts + shape.ranks];
+    let ids = Ids::of(topk_idx);
+    let mut lanes = vec![-1; shape.topk];
+    for token in 0..topk_idx.rows() {
+        let mut ranks = 0u32;
+        for k in 0..shape.topk {
+            let id = ids.get(token * shape.topk + k)?;
+            // The caller has checked the ids; what slips through all the same must not lead anywhere.
+            let known =
+                usize::try_from(id).is_ok_and(|e| e < shape.experts) && !lanes[..k].contains(&(id as i32));
+            lanes[k] = if known { id as i32 } else { -1 };
+            valid.set(token * shape.topk + k, lanes[k])?;
+            if known {
+                counts[id as usize] += 1;
+                ranks |= 1 << (id as usize / shape.local_experts());
+            }
+        }
+        for d in (0..shape.ranks).filter(|d| ranks >> d & 1 == 1) {
+            counts[shape.experts + d] += 1;
+        }
+    }
+    Ok(counts)
+}
+
+fn cell(rank: &Rank<'_>, epoch: u32, source: usize, index: usize) -> usize {
+    let w = rank.workspace();
+    let parity = (epoch & 1) as usize;
+    w.totals + ((parity * rank.ranks() + source) * w.cells + index) * 8
+}
+
+/// Phase 2, first half: tells every rank this rank's counts and slots, and returns every rank's slots.
+fn exchange(
+    rank: &Rank<'_>,
+    call: &DispatchCall<'_>,
+    epoch: u32,
+    counts: Option<&[u32]>,
+) -> Result<Vec<Place>> {
+    let word = |value: u32| u64::from(epoch) << 32 | u64::from(value);
+    let call_cell = call.shape.experts + call.shape.ranks;
+    let place_cell = call_cell + 1;
+    for area in &rank.areas {
+        let store = |index, value, order| -> Result<()> {
+            area.cell64(cell(rank, epoch, rank.me, index))?.store(word(value), order);
+            Ok(())
+        };
+        for (q, &value) in counts.unwrap_or_default().iter().enumerate() {
+            store(q, value, Ordering::Relaxed)?;
+        }
+        store(call_cell, call.digest, Ordering::Relaxed)?;
+        store(place_cell, Place::encode(call.output_slot, call.handle_slot), Ordering::Release)?;
+    }
+    let read = |source, index, phase| {
+        rank.waits.value(rank.own().cell64(cell(rank, epoch, source, index))?, epoch, phase, source)
+    };
+    let phase = Phase::DispatchCall;
+    let places: Vec<u32> = (0..rank.ranks()).map(|s| read(s, place_cell, phase)).collect::<Result<_>>()?;
+    let digests: Vec<u32> = (0..rank.ranks()).map(|s| read(s, call_cell, phase)).collect::<Result<_>>()?;
+    if digests.iter().any(|&digest| digest != call.digest) {
+        return Err(calls_differ(&digests));
+    }
+    Ok(places.into_iter().map(Place::decode).collect())
+}
+
+/// Phase 2, second half: every rank's counts.
+fn gather(rank: &Rank<'_>, shape: &DispatchShape, epoch: u32) -> Result<Totals> {
+    let read = |source, index| {
+        let cell = rank.own().cell64(cell(rank, epoch, source, index))?;
+        rank.waits.value(cell, epoch, Phase::DispatchCounts, source).map(|n| n as usize)
+    };
+    let mut totals = Totals { experts: Vec::new(), tokens: Vec::new() };
+    for s in 0..shape.ranks {
+        totals.experts.push((0..shape.experts).map(|e| read(s, e)).collect::<Result<_>>()?);
+        totals.tokens.push((0..shape.ranks).map(|d| read(s, shape.experts + d)).collect::<Result<_>>()?);
+    }
+    // Positions follow from these numbers, so they must be possible.
+    for (s, to) in totals.tokens.iter().enumerate() {
+        if to.iter().any(|&n| n > shape.max_tokens) || totals.experts[s].iter().any(|&n| n > shape.max_tokens)
+        {
+            let problem = format!("announces more than the {} tokens it may send", shape.max_tokens);
+            return Err(Error::protocol(format!("rank {s}"), problem));
+        }
+    }
+    Ok(totals)
+}
+
+/// The first rank that would get more than fits. Every rank finds the same one.
+fn over_capacity(shape: &DispatchShape, totals: &Totals) -> Option<Problem> {
+    (0..shape.ranks).find_map(|d| {
+        let over = |what, needed: usize, capacity: usize| {
+            let (needed, capacity) = (needed as u64, capacity as u64);
+            (needed > capacity).then_some(Problem::Capacity { what, rank: d, needed, capacity })
+        };
+        over("token capacity", totals.received(d), shape.token_capacity).or_else(|| match shape.placement {
+            Placement::Plain => None,
+            Placement::Expanded => {
+                let rows = totals.starts(d, shape).last().copied().unwrap_or(0);
+                over("row capacity", rows, shape.row_capacity)
+            }
+        })
+    })
+}
+
+/// Writes what this rank receives into its handle slot; nothing, and what it would have needed, if the call is over capacity.
+fn write_counts(rank: &Rank<'_>, call: &DispatchCall<'_>, totals: &Totals, over: bool) -> Result<()> {
+    let shape = &call.shape;
+    let slot = rank.layout.handles.at(call.handle_slot);
+    let own = rank.own();
+    let counts = own.table::<i32>(slot + call.handle.counts, HandleLayout::COUNTS)?;
+    let rank_psum = own.table::<i32>(slot + call.handle.rank_psum, shape.ranks)?;
+    let expert_start = own.table::<i32>(slot + call.handle.expert_start, shape.local_experts() + 1)?;
+    let expert_count = own.table::<i32>(slot + call.handle.expert_count, shape.local_experts())?;
+    let starts = totals.starts(rank.me, shape);
+    let tokens = totals.received(rank.me);
+    let rows = match shape.placement {
+        Placement::Plain => tokens,
+        Placement::Expanded => starts.last().copied().unwrap_or(0),
+    };
+    let told = if over { [0, 0, tokens, rows] } else { [tokens, rows, 0, 0] };
+    for (i, value) in told.into_iter().enumerate() {
+        counts.set(i, value as i32)?;
+    }
+    let unless_over = |value: usize| if over { 0 } else { value as i32 };
+    let mut sum = 0;
+    for (s, to) in totals.tokens.iter().enumerate() {
+        sum += to[rank.me];
+        rank_psum.set(s, unless_over(sum))?;
+    }
+    for (j, &start) in starts.iter().enumerate() {
+        expert_start.set(j, unless_over(start))?;
+    }
+    for j in 0..shape.local_experts() {
+        expert_count.set(j, unless_over(totals.expert(rank.me * shape.local_experts() + j)))?;
+    }
+    Ok(())
+}
+
+fn read_counts(rank: &Rank<'_>, call: &DispatchCall<'_>) -> Result<Counts> {
+    let shape = &call.shape;
+    let slot = rank.layout.handles.at(call.handle_slot);
+    let read = |offset, len| -> Result<Vec<usize>> {
+        let table = rank.own().table::<i32>(slot + offset, len)?;
+        (0..len).map(|i| Ok(table.get(i)?.max(0) as usize)).collect()
+    };
+    let counts = read(call.handle.counts, HandleLayout::COUNTS)?;
+    Ok(Counts {
+        tokens: counts[0],
+        rows: counts[1],
+        rank_prefix: read(call.handle.rank_psum, shape.ranks)?,
+        expert_counts: read(call.handle.expert_count, shape.local_experts())?,
+    })
+}
+
+/// Phases 3 to 5 of the sender: metadata, rows, and word that they are there.
+fn send(
+    rank: &Rank<'_>,
+    call: &DispatchCall<'_>,
+    epoch: u32,
+    totals: Option<&Totals>,
+    sent: &Sent<'_>,
+    destinations: &[Destination<'_>],
+) -> Result<()> {
+    let shape = &call.shape;
+    let (me, ranks, k, local) = (rank.me, shape.ranks, shape.topk, shape.local_experts());
+    let expanded = shape.placement == Placement::Expanded;
+    let w = rank.workspace();
+    let x = Rows::of(&call.x);
+    let weights = call.topk_weights.as_ref().map(|w| Table::<f32>::of(w));
+
+    // First free token slot for each destination, and first free row of each expert.
+    let mut next_slot = vec![0; ranks];
+    let mut next_row = vec![0; shape.experts];
+    if let (Some(totals), true) = (totals, expanded) {
+        for d in 0..ranks {
+            let starts = totals.starts(d, shape);
+            for j in 0..local {
+                let e = d * local + j;
+                next_row[e] = starts[j] + (0..me).map(|s| totals.experts[s][e]).sum::<usize>();
+            }
+        }
+    }
+    let token_base: Vec<usize> = match totals {
+        Some(totals) => (0..ranks).map(|d| (0..me).map(|s| totals.tokens[s][d]).sum()).collect(),
+        None => destinations.iter().map(|to| to.token_base(me)).collect::<Result<_>>()?,
+    };
+
+    let mut ids = vec![-1; k];
+    let mut lane_rows = vec![-1; k];
+    for token in 0..call.x.rows() {
+        for (lane, id) in ids.iter_mut().enumerate() {
+            *id = sent.topk.get(token * k + lane)?;
+        }
+        for (d, to) in destinations.iter().enumerate() {
+            let local_id = |lane: usize| {
+                let id = ids[lane] as usize;
+                if ids[lane] >= 0 && id / local == d { (id % local) as i32 } else { -1 }
+            };
+            let mask = (0..k).filter(|&lane| local_id(lane) >= 0).fold(0u32, |mask, lane| mask | 1 << lane);
+            let at = token * ranks + d;
+            if mask == 0 {
+                if totals.is_some() {
+                    sent.row.set(at, -1)?;
+                    if expanded {
+                        sent.slot.set(at, -1)?;
+                    }
+                }
+                continue;
+            }
+            let slot = next_slot[d];
+            next_slot[d] += 1;
+            let index = token_base[d] + slot;
+            if totals.is_some() {
+                for (lane, row) in lane_rows.iter_mut().enumerate() {
+                    *row = -1;
+                    if expanded && local_id(lane) >= 0 {
+                        let next = &mut next_row[ids[lane] as usize];
+                        *row = *next as i32;
+                        *next += 1;
+                    }
+                }
+                let global = (me * shape.max_tokens + token) as u32;
+                to.source.set(index, [global, mask])?;
+                if expanded {
+                    for (lane, &row) in lane_rows.iter().enumerate() {
+                        to.lane_row.set(index * k + lane, row)?;
+                        if d == me {
+                            sent.own_row.set(token * k + lane, row)?;
+                        }
+                    }
+                    sent.slot.set(at, slot as i32)?;
+                    sent.row.set(at, lane_rows[mask.trailing_zeros() as usize])?;
+                } else {
+                    sent.row.set(at, index as i32)?;
+                }
+            }
+            for lane in 0..k {
+                if let Some(weights) = &weights {
+                    to.lane_weight.set(index * k + lane, weights.get(token * k + lane)?)?;
+                }
+                if !expanded {
+                    to.lane_expert.set(index * k + lane, local_id(lane))?;
+                }
+            }
+            let row = sent.row.get(at)?.max(0) as usize;
+            to.rows.copy_from(row, &x, token)?;
+            if let Some(scales) = &call.scales {
+                copy_scales(shape, scales, token, &to.scales, row)?;
+            }
+            if expanded {
+                let flag = w.ready + (me * shape.max_tokens + slot) * 4;
+                rank.areas[d].cell32(flag)?.store(epoch, Ordering::Release);
+            }
+        }
+        if expanded && totals.is_some() && sent.row.get(token * ranks + me)? < 0 {
+            (0..k).try_for_each(|lane| sent.own_row.set(token * k + lane, -1))?;
+        }
+    }
+    if !expanded {
+        for area in &rank.areas {
+            let flag = w.done + me * crate::layout::MAX_BLOCKS * 4;
+            area.cell32(flag)?.store(epoch, Ordering::Release);
+        }
+    }
+    Ok(())
+}
+
+fn copy_scales(
+    shape: &DispatchShape,
+    scales: &TensorRef<'_>,
+    token: usize,
+    to: &Table<'_, u32>,
+    row: usize,
+) -> Result<()> {
+    let (pack_stride, row_stride) = shape.scale_strides();
+    for pack in 0..shape.scale_packs {
+        // SAFETY: the tensor is `[tokens, scale_packs]` of 4-byte elements in host memory, all readable: checked before the call.
+        let value = unsafe { scales.element(token, pack).cast::<u32>().read() };
+        to.set(row * row_stride + pack * pack_stride, value)?;
+    }
+    Ok(())
+}
+
+/// Phase 5 of the receiver: waits for everything that comes in; in the expanded layout duplicates rows and zeroes gaps.
+fn receive(
+    rank: &Rank<'_>,
+    call: &DispatchCall<'_>,
+    epoch: u32,
+    counts: &Counts,
+    own: &Destination<'_>,
+) -> Result<()> {
+    let shape = &call.shape;
+    let w = rank.workspace();
+    let k = shape.topk;
+    if shape.placement == Placement::Plain {
+        for s in 0..shape.ranks {
+            let flag = rank.own().cell32(w.done + s * crate::layout::MAX_BLOCKS * 4)?;
+            rank.waits.equal(flag, epoch, Phase::DispatchRows, s)?;
+        }
+        return Ok(());
+    }
+    let (pack_stride, row_stride) = shape.scale_strides();
+    let mut first = 0;
+    for (s, &end) in counts.rank_prefix.iter().enumerate() {
+        for index in first..end {
+            let flag = rank.own().cell32(w.ready + (s * shape.max_tokens + index - first) * 4)?;
+            rank.waits.equal(flag, epoch, Phase::DispatchRows, s)?;
+            let mut first_row = None;
+            for lane in 0..k {
+                let Ok(row) = usize::try_from(own.lane_row.get(index * k + lane)?) else { continue };
+                if call.topk_weights.is_some() {
+                    own.row_weight.set(row, own.lane_weight.get(index * k + lane)?)?;
+                }
+                let Some(from) = first_row else {
+                    first_row = Some(row);
+                    continue;
+                };
+                own.rows.copy_from(row, &own.rows, from)?;
+                for pack in 0..shape.scale_packs {
+                    let value = own.scales.get(from * row_stride + pack * pack_stride)?;
+                    own.scales.set(row * row_stride + pack * pack_stride, value)?;
+                }
+            }
+        }
+        first = end;
+    }
+    if call.zero_padding {
+        let slot = rank.layout.handles.at(call.handle_slot) + call.handle.expert_start;
+        let starts = rank.own().table::<i32>(slot, shape.local_experts() + 1)?;
+        for (j, &count) in counts.expert_counts.iter().enumerate() {
+            let end = starts.get(j + 1)?.max(0) as usize;
+            for row in starts.get(j)?.max(0) as usize + count..end {
+                own.rows.zero(row)?;
+                own.row_weight.set(row, 0.0)?;
+                for pack in 0..shape.scale_packs {
+                    own.scales.set(row * row_stride + pack * pack_stride, 0)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}

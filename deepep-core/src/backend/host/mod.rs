@@ -1,0 +1,139 @@
+//! Operations on CPUs: ranks are processes or threads, the heap is memory that all of them map, and the protocol is that of
+//! `docs/protocol.md` with one sending block for each rank. An operation has run when its call returns.
+
+mod combine;
+mod dispatch;
+mod memory;
+mod sum;
+mod wait;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use self::memory::{Area, Rows};
+use self::wait::Waits;
+use super::{Backend, CombineCall, DispatchCall, DispatchOutcome, Order, Phase, Problem};
+use crate::config::BackendKind;
+use crate::error::{Error, Result};
+use crate::layout::{HeapLayout, WorkspaceLayout};
+use crate::stream::Event;
+use crate::symmetric::Heap;
+use crate::tensor::{TensorMut, TensorRef};
+
+/// One rank on a CPU.
+pub(crate) struct HostBackend {
+    heap: Arc<Heap>,
+    layout: HeapLayout,
+    timeout: Duration,
+    state: Mutex<State>,
+}
+
+/// Epochs of the newest calls.
+#[derive(Default)]
+struct State {
+    dispatch: u32,
+    combine: u32,
+    barrier: u32,
+    problem: Option<(u32, Problem)>,
+}
+
+/// What an operation works with.
+struct Rank<'a> {
+    me: usize,
+    layout: &'a HeapLayout,
+    areas: Vec<Area<'a>>,
+    waits: Waits<'a>,
+}
+
+impl<'a> Rank<'a> {
+    fn own(&self) -> &Area<'a> {
+        &self.areas[self.me]
+    }
+
+    fn ranks(&self) -> usize {
+        self.areas.len()
+    }
+
+    fn workspace(&self) -> &'a WorkspaceLayout {
+        &self.layout.workspace
+    }
+
+    /// The other ranks, starting with the next one, so that not everybody writes to the same rank at once.
+    fn peers(&self) -> impl Iterator<Item = usize> + use<> {
+        let (me, ranks) = (self.me, self.ranks());
+        (1..ranks).map(move |i| (me + i) % ranks)
+    }
+}
+
+impl HostBackend {
+    pub(crate) fn new(heap: Arc<Heap>, layout: HeapLayout, timeout: Duration) -> Result<Self> {
+        if heap.bytes() < layout.bytes || heap.ranks() != layout.ranks {
+            let need = format!("the layout needs {} bytes on {} ranks", layout.bytes, layout.ranks);
+            return Err(Error::invalid("heap", format!("{heap:?}"), need));
+        }
+        Area::new(&heap, heap.rank())?;
+        Ok(Self { heap, layout, timeout, state: Mutex::default() })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn rank(&self) -> Result<Rank<'_>> {
+        let me = self.heap.rank();
+        let areas: Vec<_> =
+            (0..self.heap.ranks()).map(|r| Area::new(&self.heap, r)).collect::<Result<_>>()?;
+        let waits = Waits::new(me, &areas, self.layout.workspace.abort, self.timeout)?;
+        Ok(Rank { me, layout: &self.layout, areas, waits })
+    }
+}
+
+impl Backend for HostBackend {
+    fn kind(&self) -> BackendKind {
+        BackendKind::Host
+    }
+
+    fn dispatch(&self, call: DispatchCall<'_>) -> Result<DispatchOutcome> {
+        let mut state = self.state();
+        state.dispatch = state.dispatch.wrapping_add(1);
+        let number = call.number;
+        let (counts, problem) = dispatch::run(&self.rank()?, call, state.dispatch)?;
+        state.problem = problem.map(|problem| (number, problem));
+        Ok(DispatchOutcome { counts, event: Event::complete() })
+    }
+
+    fn combine(&self, call: CombineCall<'_>) -> Result<Event> {
+        let mut state = self.state();
+        state.combine = state.combine.wrapping_add(1);
+        combine::run(&self.rank()?, call, state.combine)?;
+        Ok(Event::complete())
+    }
+
+    fn barrier(&self, _: Order<'_>) -> Result<Event> {
+        let mut state = self.state();
+        state.barrier = state.barrier.wrapping_add(1);
+        let (rank, epoch) = (self.rank()?, state.barrier);
+        let cell = |r: usize| rank.workspace().barrier + r * WorkspaceLayout::LINE;
+        for peer in rank.peers() {
+            rank.areas[peer].cell32(cell(rank.me))?.store(epoch, std::sync::atomic::Ordering::Release);
+        }
+        for peer in rank.peers() {
+            rank.waits.at_least(rank.own().cell32(cell(peer))?, epoch, Phase::Barrier, peer)?;
+        }
+        Ok(Event::complete())
+    }
+
+    fn problem(&self, number: u32) -> Result<Option<Problem>> {
+        Ok(self.state().problem.clone().filter(|(of, _)| *of == number).map(|(_, problem)| problem))
+    }
+
+    fn copy(&self, from: TensorRef<'_>, to: TensorMut<'_>, _: Order<'_>) -> Result<()> {
+        let rows = from.rows().min(to.rows());
+        let (from, to) = (Rows::of(&from), Rows::of(&to));
+        (0..rows).try_for_each(|row| to.copy_from(row, &from, row))
+    }
+
+    fn synchronize(&self, _: Duration) -> Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,159 @@
+//! Waits that end: when the cell has its value, when a rank gave up, or at the deadline.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::memory::Area;
+use crate::backend::Phase;
+use crate::error::{Error, Result};
+
+/// The waits of one operation, which have one deadline.
+pub(super) struct Waits<'a> {
+    me: usize,
+    /// The abort cell of every rank.
+    aborts: Vec<&'a AtomicU64>,
+    timeout: Duration,
+    deadline: Instant,
+}
+
+/// Polls before the first yield, and yields before the first sleep.
+const SPINS: u32 = 200;
+const YIELDS: u32 = 2000;
+const SLEEP: Duration = Duration::from_micros(50);
+
+/// Whether `value` is `target` or a later epoch; epochs wrap.
+fn reached(value: u32, target: u32) -> bool {
+    value.wrapping_sub(target) < 1 << 31
+}
+
+impl<'a> Waits<'a> {
+    pub(super) fn new(me: usize, areas: &[Area<'a>], abort: usize, timeout: Duration) -> Result<Self> {
+        let aborts = areas.iter().map(|area| area.cell64(abort)).collect::<Result<_>>()?;
+        Ok(Self { me, aborts, timeout, deadline: Instant::now() + timeout })
+    }
+
+    /// Waits until the cell holds `target` or a later epoch.
+    pub(super) fn at_least(&self, cell: &AtomicU32, target: u32, phase: Phase, peer: usize) -> Result<()> {
+        let poll = || {
+            let seen = cell.load(Ordering::Acquire);
+            (reached(seen, target), u64::from(seen))
+        };
+        self.until(poll, u64::from(target), phase, peer).map(drop)
+    }
+
+    /// Waits until the cell holds `target`.
+    pub(super) fn equal(&self, cell: &AtomicU32, target: u32, phase: Phase, peer: usize) -> Result<()> {
+        let poll = || {
+            let seen = cell.load(Ordering::Acquire);
+            (seen == target, u64::from(seen))
+        };
+        self.until(poll, u64::from(target), phase, peer).map(drop)
+    }
+
+    /// Waits until the upper half of the cell is `epoch`, and returns the lower half.
+    pub(super) fn value(&self, cell: &AtomicU64, epoch: u32, phase: Phase, peer: usize) -> Result<u32> {
+        let poll = || {
+            let seen = cell.load(Ordering::Acquire);
+            (seen >> 32 == u64::from(epoch), seen)
+        };
+        Ok(self.until(poll, u64::from(epoch) << 32, phase, peer)? as u32)
+    }
+
+    fn until(&self, poll: impl Fn() -> (bool, u64), expected: u64, phase: Phase, peer: usize) -> Result<u64> {
+        let mut polls = 0u32;
+        loop {
+            let (ready, seen) = poll();
+            if ready {
+                return Ok(seen);
+            }
+            if let Some(error) = self.aborted() {
+                return Err(error);
+            }
+            polls = polls.saturating_add(1);
+            if polls < SPINS {
+                std::hint::spin_loop();
+                continue;
+            }
+            if Instant::now() >= self.deadline {
+                self.abort(phase, peer);
+                return Err(Error::PeerTimeout {
+                    phase: phase.name(),
+                    rank: self.me,
+                    missing: vec![peer],
+                    waited: self.timeout,
+                    expected: Some(expected),
+                    seen: Some(seen),
+                });
+            }
+            if polls < YIELDS { thread::yield_now() } else { thread::sleep(SLEEP) }
+        }
+    }
+
+    /// Tells every rank that this one gives up, unless another one did before.
+    pub(super) fn abort(&self, phase: Phase, missing: usize) {
+        let word =
+            Abort { origin: self.me as u8, missing: missing as u8, phase: phase as u8, waited: self.timeout };
+        for cell in &self.aborts {
+            // Failure means that an earlier abort is there, which stays.
+            let _ = cell.compare_exchange(0, word.encode(), Ordering::AcqRel, Ordering::Acquire);
+        }
+    }
+
+    /// The error of a rank that gave up, if one did.
+    fn aborted(&self) -> Option<Error> {
+        let abort = Abort::decode(self.aborts[self.me].load(Ordering::Acquire))?;
+        Some(Error::PeerTimeout {
+            phase: Phase::from_raw(abort.phase).map_or("unknown phase", Phase::name),
+            rank: usize::from(abort.origin),
+            missing: vec![usize::from(abort.missing)],
+            waited: abort.waited,
+            expected: None,
+            seen: None,
+        })
+    }
+}
+
+/// What the abort cell says: nothing as long as it is zero.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Abort {
+    origin: u8,
+    missing: u8,
+    phase: u8,
+    waited: Duration,
+}
+
+impl Abort {
+    fn encode(self) -> u64 {
+        let millis = u32::try_from(self.waited.as_millis()).unwrap_or(u32::MAX);
+        1 | u64::from(self.origin) << 8
+            | u64::from(self.missing) << 16
+            | u64::from(self.phase) << 24
+            | u64::from(millis) << 32
+    }
+
+    fn decode(word: u64) -> Option<Self> {
+        let [marker, origin, missing, phase, millis @ ..] = word.to_le_bytes();
+        let waited = Duration::from_millis(u32::from_le_bytes(millis).into());
+        (marker != 0).then_some(Self { origin, missing, phase, waited })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn abort_words() {
+        let abort = Abort { origin: 3, missing: 7, phase: 5, waited: Duration::from_millis(1500) };
+        assert_eq!(Abort::decode(abort.encode()), Some(abort));
+        assert_eq!(Abort::decode(0), None);
+    }
+
+    #[test]
+    fn epochs_wrap() {
+        assert!(reached(5, 5) && reached(6, 5) && !reached(4, 5));
+        assert!(reached(1, u32::MAX) && !reached(u32::MAX, 1));
+        assert!(reached(0, u32::MAX));
+    }
+}

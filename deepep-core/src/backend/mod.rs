@@ -1,0 +1,196 @@
+//! What runs operations: one trait, two implementations with the same results.
+//!
+//! Operations are validated and planned in `ops`; a backend gets calls in which every size and offset is settled, and carries out the
+//! protocol of `docs/protocol.md`.
+
+pub(crate) mod host;
+pub(crate) mod platform;
+
+use std::time::Duration;
+
+use crate::config::{BackendKind, Reduction};
+use crate::error::{Difference, Error, Result};
+use crate::layout::{CombineShape, DispatchShape, HandleLayout, OutputLayout, ReceiveLayout};
+use crate::stream::{Event, EventRef, StreamRef};
+use crate::tensor::{TensorMut, TensorRef};
+
+/// Where an operation is enqueued and what it waits for.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Order<'a> {
+    pub(crate) stream: Option<StreamRef<'a>>,
+    pub(crate) after: Option<EventRef<'a>>,
+}
+
+/// Where positions come from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Positions<'a> {
+    /// Counted from these ids.
+    Fresh { topk_idx: TensorRef<'a> },
+    /// Taken from the handle slot, which an earlier call filled.
+    Cached,
+}
+
+/// A dispatch, ready to run.
+#[derive(Debug)]
+pub(crate) struct DispatchCall<'a> {
+    /// Number of this dispatch on the buffer, from 1.
+    pub(crate) number: u32,
+    pub(crate) shape: DispatchShape,
+    pub(crate) output: OutputLayout,
+    pub(crate) handle: HandleLayout,
+    /// Index of the output slot.
+    pub(crate) output_slot: usize,
+    /// Index of the handle slot.
+    pub(crate) handle_slot: usize,
+    pub(crate) positions: Positions<'a>,
+    /// Of everything that must be equal on all ranks.
+    pub(crate) digest: u32,
+    /// Contiguous, `[tokens, …]`, `row_bytes` each.
+    pub(crate) x: TensorRef<'a>,
+    /// `[tokens, scale_packs]` of 4 bytes, any strides.
+    pub(crate) scales: Option<TensorRef<'a>>,
+    /// Contiguous `f32[tokens, topk]`.
+    pub(crate) topk_weights: Option<TensorRef<'a>>,
+    /// `i32[local experts]`, contiguous.
+    pub(crate) statistics: Option<TensorMut<'a>>,
+    pub(crate) zero_padding: bool,
+    /// Wait for the counts.
+    pub(crate) exact: bool,
+    pub(crate) order: Order<'a>,
+}
+
+/// A combine, ready to run.
+#[derive(Debug)]
+pub(crate) struct CombineCall<'a> {
+    pub(crate) shape: CombineShape,
+    pub(crate) receive: ReceiveLayout,
+    /// Of the dispatch that made the handle.
+    pub(crate) dispatched: DispatchShape,
+    pub(crate) handle: HandleLayout,
+    pub(crate) handle_slot: usize,
+    /// Tokens of this rank.
+    pub(crate) tokens: usize,
+    /// Contiguous BF16 `[rows, hidden]`.
+    pub(crate) x: TensorRef<'a>,
+    /// Contiguous `f32[received tokens, topk]` (plain) or `f32[rows]` (expanded).
+    pub(crate) topk_weights: Option<TensorRef<'a>>,
+    /// Contiguous BF16 `[tokens, hidden]`.
+    pub(crate) biases: [Option<TensorRef<'a>>; 2],
+    /// Contiguous BF16 `[tokens, hidden]`.
+    pub(crate) out: TensorMut<'a>,
+    /// Contiguous `f32[tokens, topk]`; there if and only if weights are given.
+    pub(crate) out_weights: Option<TensorMut<'a>>,
+    pub(crate) order: Order<'a>,
+}
+
+impl CombineCall<'_> {
+    pub(crate) fn reduction(&self) -> Reduction {
+        if self.shape.reduce_first { Reduction::AtExperts } else { Reduction::AtSource }
+    }
+}
+
+/// What a rank has received, as known to the host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Counts {
+    /// Tokens received.
+    pub tokens: usize,
+    /// Rows of the result: the tokens (plain), or all experts' rows including alignment gaps (expanded).
+    pub rows: usize,
+    /// Inclusive prefix sum of received tokens over source ranks.
+    pub rank_prefix: Vec<usize>,
+    /// Rows of each local expert, without gaps.
+    pub expert_counts: Vec<usize>,
+}
+
+/// Something that went wrong in an operation after which the buffer can go on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Problem {
+    Capacity { what: &'static str, rank: usize, needed: u64, capacity: u64 },
+}
+
+impl From<Problem> for Error {
+    fn from(problem: Problem) -> Self {
+        match problem {
+            Problem::Capacity { what, rank, needed, capacity } => {
+                Self::CapacityExceeded { what, rank, needed, capacity }
+            }
+        }
+    }
+}
+
+/// What a dispatch gives back at once.
+#[derive(Debug)]
+pub(crate) struct DispatchOutcome {
+    /// There if exact counts were asked for.
+    pub(crate) counts: Option<Counts>,
+    pub(crate) event: Event,
+}
+
+/// The parts of operations in which a rank waits for others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub(crate) enum Phase {
+    DispatchCall = 1,
+    DispatchCounts = 2,
+    DispatchRows = 3,
+    CombineStart = 4,
+    CombineRows = 5,
+    Barrier = 6,
+}
+
+impl Phase {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::DispatchCall => "dispatch, start of the call",
+            Self::DispatchCounts => "dispatch, counts",
+            Self::DispatchRows => "dispatch, rows",
+            Self::CombineStart => "combine, start of the call",
+            Self::CombineRows => "combine, rows",
+            Self::Barrier => "barrier",
+        }
+    }
+
+    pub(crate) fn from_raw(raw: u8) -> Option<Self> {
+        [
+            Self::DispatchCall,
+            Self::DispatchCounts,
+            Self::DispatchRows,
+            Self::CombineStart,
+            Self::CombineRows,
+            Self::Barrier,
+        ]
+        .into_iter()
+        .find(|&phase| phase as u8 == raw)
+    }
+}
+
+/// Ranks made different calls at the same time.
+pub(crate) fn calls_differ(digests: &[u32]) -> Error {
+    let mut values: Vec<(String, Vec<usize>)> = Vec::new();
+    for (rank, digest) in digests.iter().enumerate() {
+        let value = format!("{digest:#010x}");
+        match values.iter_mut().find(|(v, _)| *v == value) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => values.push((value, vec![rank])),
+        }
+    }
+    let field = "dispatch call (digest of shape, layout, alignment, capacities and handle)".into();
+    Error::RanksDisagree { differences: vec![Difference { field, values }] }
+}
+
+/// Runs operations on one rank. The caller makes one call at a time; all ranks make the same calls in the same order.
+///
+/// An error means that ranks may no longer agree and the buffer is not used again, except for [`Problem`]s.
+pub(crate) trait Backend: Send + Sync {
+    fn kind(&self) -> BackendKind;
+    fn dispatch(&self, call: DispatchCall<'_>) -> Result<DispatchOutcome>;
+    fn combine(&self, call: CombineCall<'_>) -> Result<Event>;
+    fn barrier(&self, order: Order<'_>) -> Result<Event>;
+    /// The problem of a dispatch that has run, by its number.
+    fn problem(&self, number: u32) -> Result<Option<Problem>>;
+    /// Copies between contiguous tensors of the same size, in stream order.
+    fn copy(&self, from: TensorRef<'_>, to: TensorMut<'_>, order: Order<'_>) -> Result<()>;
+    /// Blocks until everything enqueued so far has run.
+    fn synchronize(&self, timeout: Duration) -> Result<()>;
+}

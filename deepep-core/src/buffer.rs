@@ -1,0 +1,374 @@
+//! The buffer: symmetric memory of all ranks, and the operations on it.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use cuda_vmm::Cuda;
+
+use crate::backend::platform::{self, Platform};
+use crate::backend::{Backend, Order};
+use crate::bootstrap::Bootstrap;
+use crate::bootstrap::agree::{agree, compare};
+use crate::config::{BackendKind, Config, Reduction};
+use crate::domain::Domain;
+use crate::error::{Error, Result};
+use crate::handle::{Dispatched, Handle, SlotKind, Slots};
+use crate::layout::{HeapLayout, IndexWidth, ScaleOrder};
+use crate::ops::{CombineArgs, DispatchArgs};
+use crate::stream::{Event, EventRef, StreamRef};
+use crate::symmetric::{self, Heap, Request};
+use crate::tensor::DType;
+
+/// What results and handles keep alive.
+pub(crate) struct Shared {
+    pub(crate) id: u64,
+    pub(crate) config: Config,
+    pub(crate) layout: HeapLayout,
+    pub(crate) backend: Box<dyn Backend>,
+    outputs: Slots,
+    handles: Slots,
+    /// Number of dispatches so far.
+    pub(crate) dispatches: AtomicU32,
+    /// After the backend, which works on it.
+    pub(crate) heap: Arc<Heap>,
+}
+
+impl Shared {
+    pub(crate) fn slots(&self, kind: SlotKind) -> &Slots {
+        match kind {
+            SlotKind::Output => &self.outputs,
+            SlotKind::Handle => &self.handles,
+        }
+    }
+}
+
+impl Handle {
+    /// Checks that this handle was made by the buffer.
+    pub(crate) fn require_buffer(&self, shared: &Shared) -> Result<()> {
+        let (handle, buffer) = (self.0.lease.shared.id, shared.id);
+        if handle == buffer { Ok(()) } else { Err(Error::ForeignHandle { handle, buffer }) }
+    }
+}
+
+/// Symmetric memory of all ranks of a host, and dispatch, combine and barrier on it.
+///
+/// A buffer belongs to one rank; every rank has one, built with the same settings. Its operations are collective: all ranks call the same ones
+/// in the same order, which is why they take `&mut self`. Results and handles keep the memory alive, not the buffer.
+///
+/// Two ranks, here threads of one process on the host backend, send each other tokens:
+///
+/// ```
+/// use std::time::Duration;
+/// use deepep_core::bootstrap::thread_group;
+/// use deepep_core::tensor::{TensorMut, TensorRef};
+/// use deepep_core::{BackendKind, CombineArgs, DispatchArgs, ElasticBuffer};
+/// use half::bf16;
+///
+/// let (tokens, hidden) = (3, 64);
+/// std::thread::scope(|scope| {
+///     for bootstrap in thread_group(2, Duration::from_secs(10))? {
+///         scope.spawn(move || -> deepep_core::Result<()> {
+///             let mut buffer = ElasticBuffer::builder()
+///                 .max_tokens_per_rank(8)
+///                 .experts(4)
+///                 .topk(2)
+///                 .hidden(hidden)
+///                 .backend(BackendKind::Host)
+///                 .build(bootstrap)?;
+///             // Every token chooses expert 0, on rank 0, and expert 3, on rank 1.
+///             let x = vec![bf16::ONE; tokens * hidden];
+///             let topk_idx = [0i64, 3].repeat(tokens);
+///             let dispatched = buffer.dispatch(DispatchArgs::new(
+///                 TensorRef::matrix(&x, tokens, hidden)?,
+///                 TensorRef::matrix(&topk_idx, tokens, 2)?,
+///             ))?;
+///             assert_eq!(dispatched.rows(), 2 * tokens);
+///             // The expert here returns what it got.
+///             let mut sum = vec![bf16::ZERO; tokens * hidden];
+///             let out = TensorMut::matrix(&mut sum, tokens, hidden)?;
+///             buffer.combine(CombineArgs::new(dispatched.x(), dispatched.handle(), out))?;
+///             assert!(sum.iter().all(|&y| y == bf16::from_f32(2.0)));
+///             buffer.close()
+///         });
+///     }
+///     Ok::<(), deepep_core::Error>(())
+/// })?;
+/// # Ok::<(), deepep_core::Error>(())
+/// ```
+pub struct ElasticBuffer {
+    shared: Arc<Shared>,
+    domain: Domain,
+    broken: Option<String>,
+    bootstrap: Box<dyn Bootstrap>,
+}
+
+impl ElasticBuffer {
+    /// Settings of a new buffer, with defaults where there can be any.
+    pub fn builder() -> Builder {
+        Builder { config: Config::new(0, 0, 0, 0), cuda: None }
+    }
+
+    /// Settings of a new buffer.
+    pub fn with_config(config: Config) -> Builder {
+        Builder { config, cuda: None }
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.domain.rank()
+    }
+
+    /// Number of ranks.
+    pub fn ranks(&self) -> usize {
+        self.domain.world_size()
+    }
+
+    /// Hosts and ranks on them.
+    pub fn domain(&self) -> &Domain {
+        &self.domain
+    }
+
+    /// What the buffer was made for.
+    pub fn config(&self) -> &Config {
+        &self.shared.config
+    }
+
+    /// Which processors run the operations.
+    pub fn backend(&self) -> BackendKind {
+        self.shared.backend.kind()
+    }
+
+    /// The symmetric heap: every rank's range, mapped here.
+    pub fn heap(&self) -> &Heap {
+        &self.shared.heap
+    }
+
+    /// Where everything lies in the heap.
+    pub fn layout(&self) -> &HeapLayout {
+        &self.shared.layout
+    }
+
+    /// Sends tokens to the ranks of their experts, and returns what came from everybody. Collective.
+    ///
+    /// # Errors
+    /// Errors about the arguments come before anything is sent: the call can be repeated with better ones while the other ranks wait.
+    /// [`CapacityExceeded`](Error::CapacityExceeded) comes on every rank, and no row was moved. [`PeerTimeout`](Error::PeerTimeout) and
+    /// [`RanksDisagree`](Error::RanksDisagree) break the buffer.
+    pub fn dispatch(&mut self, args: DispatchArgs<'_>) -> Result<Dispatched> {
+        self.check()?;
+        let outcome = args.run(&self.shared);
+        self.settle(outcome)
+    }
+
+    /// Sends the experts' outputs back along the routes of a dispatch and sums them. Collective.
+    ///
+    /// # Errors
+    /// As [`dispatch`](Self::dispatch); [`ForeignHandle`](Error::ForeignHandle) for another buffer's handle.
+    pub fn combine(&mut self, args: CombineArgs<'_>) -> Result<Event> {
+        self.check()?;
+        let outcome = args.run(&self.shared);
+        self.settle(outcome)
+    }
+
+    /// Lets every rank finish what it did before. Collective.
+    ///
+    /// # Errors
+    /// [`PeerTimeout`](Error::PeerTimeout).
+    pub fn barrier(&mut self) -> Result<Event> {
+        self.barrier_on(None, None)
+    }
+
+    /// As [`barrier`](Self::barrier), on a stream and after an event.
+    ///
+    /// # Errors
+    /// As [`barrier`](Self::barrier).
+    pub fn barrier_on(
+        &mut self,
+        stream: Option<StreamRef<'_>>,
+        after: Option<EventRef<'_>>,
+    ) -> Result<Event> {
+        self.check()?;
+        let outcome = self.shared.backend.barrier(Order { stream, after }).map(Ok);
+        self.settle(outcome)
+    }
+
+    /// Waits until every rank has come here and its work has run, then gives the memory back (results and handles that still exist
+    /// keep it). Collective. Dropping a buffer instead gives back this rank's part without waiting for anybody.
+    ///
+    /// # Errors
+    /// Those of the bootstrap; the memory is given back all the same.
+    pub fn close(self) -> Result<()> {
+        let ran = self.shared.backend.synchronize(self.shared.config.timeout);
+        agree(&*self.bootstrap, "closing the buffer", ran)
+    }
+
+    fn check(&self) -> Result<()> {
+        match &self.broken {
+            Some(reason) => Err(Error::Broken { reason: reason.clone() }),
+            None => Ok(()),
+        }
+    }
+
+    /// The outer result is about the buffer, the inner one about one call.
+    fn settle<T>(&mut self, outcome: Result<Result<T>>) -> Result<T> {
+        outcome.unwrap_or_else(|error| {
+            self.broken = Some(error.to_string());
+            Err(error)
+        })
+    }
+}
+
+/// Settings of a buffer to be built; see [`Config`] for what they mean.
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct Builder {
+    config: Config,
+    cuda: Option<Cuda>,
+}
+
+macro_rules! settings {
+    ($($(#[$doc:meta])* $name:ident: $type:ty),* $(,)?) => {$(
+        $(#[$doc])*
+        pub fn $name(mut self, $name: $type) -> Self {
+            self.config.$name = $name.into();
+            self
+        }
+    )*};
+}
+
+impl Builder {
+    settings! {
+        /// Most tokens that a rank gives to one dispatch. Required.
+        max_tokens_per_rank: usize,
+        /// Experts of all ranks together, a multiple of the number of ranks. Required.
+        experts: usize,
+        /// Most experts of a token. Required.
+        topk: usize,
+        /// Elements of a row. Required.
+        hidden: usize,
+        /// Element type of dispatched rows; BF16 if not set.
+        dtype: DType,
+        /// 4-byte scale packs of a dispatched row.
+        scale_packs: usize,
+        /// Order of received scales.
+        scale_order: ScaleOrder,
+        /// Width of expert ids.
+        index: IndexWidth,
+        /// Whether results may be plain; yes if not set.
+        plain: bool,
+        /// Results may also be expanded, with at most this alignment.
+        expanded: usize,
+        /// Most tokens that a rank can receive.
+        token_capacity: usize,
+        /// Most rows of an expanded result.
+        row_capacity: usize,
+        /// Way to combine expanded results that the buffer must take.
+        reduction: Reduction,
+        /// Results of dispatches that can be held at a time.
+        output_slots: usize,
+        /// Handles that can be alive at a time.
+        handle_slots: usize,
+        /// Sets of combine's receive area, 1 or 2.
+        receive_sets: usize,
+        /// Bytes of host memory of each rank in the heap.
+        host_bytes: usize,
+        /// Whether every rank's heap holds the host memory of all ranks.
+        hybrid: bool,
+        /// The longest that an operation waits for another rank.
+        timeout: Duration,
+        /// Which processors run the operations.
+        backend: BackendKind,
+        /// Device ordinal of this rank.
+        device: usize,
+    }
+
+    /// Uses this driver instead of the process's, for example a `cuda-vmm-emu` with faults for a test.
+    pub fn driver(mut self, cuda: Cuda) -> Self {
+        self.cuda = Some(cuda);
+        self
+    }
+
+    /// The settings so far.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Compares the settings of all ranks, allocates and maps the symmetric heap, and starts the backend. Collective: every rank builds one.
+    ///
+    /// # Errors
+    /// [`Invalid`](Error::Invalid) for a setting that can't work, [`RanksDisagree`](Error::RanksDisagree) with every setting that differs, [`Vmm`](Error::Vmm) if the driver
+    /// refuses; a failure on one rank is an error on all of them, and nothing is left behind.
+    pub fn build(self, bootstrap: impl Bootstrap + 'static) -> Result<ElasticBuffer> {
+        let Self { config, cuda } = self;
+        let bootstrap: Box<dyn Bootstrap> = Box::new(bootstrap);
+        let ranks = bootstrap.world_size();
+        let local = Platform::choose(config.backend, cuda)
+            .and_then(|platform| Ok((HeapLayout::new(&config.heap_config(ranks)?)?, platform)));
+        let settings = local.as_ref().map(|(_, platform)| config.settings(ranks, platform.kind));
+        // An error goes to the others as text, and comes back here as it is.
+        let told = settings.map_err(|e| Error::PeerFailed {
+            phase: "configuration",
+            rank: bootstrap.rank(),
+            message: e.to_string(),
+        });
+        let compared = compare(&*bootstrap, "configuration", told);
+        let (layout, platform) = local?;
+        compared?;
+        let domain = Domain::discover(&*bootstrap)?;
+        let shape = domain.logical()?;
+        if shape.scale_out != 1 {
+            let need = "this version connects the ranks of one host; start one group on each host";
+            return Err(Error::invalid("hosts", shape.scale_out, need));
+        }
+        let request = Request {
+            device_bytes: layout.bytes,
+            host_bytes: config.host_bytes,
+            hybrid: config.hybrid,
+            device: platform.device(config.device.unwrap_or(domain.local_rank())),
+            space: platform.space(),
+        };
+        let heap = symmetric::allocate(&*bootstrap, &domain, &platform.cuda, &request)?;
+        assemble(config, layout, platform.kind, domain, heap, bootstrap)
+    }
+}
+
+/// Everything after the allocation.
+fn assemble(
+    config: Config,
+    layout: HeapLayout,
+    kind: BackendKind,
+    domain: Domain,
+    heap: Heap,
+    bootstrap: Box<dyn Bootstrap>,
+) -> Result<ElasticBuffer> {
+    static BUFFERS: AtomicU64 = AtomicU64::new(1);
+    let heap = Arc::new(heap);
+    let started = platform::start(kind, &heap, &layout, &config);
+    let backend = agree(&*bootstrap, "starting the backend", started)?;
+    let shared = Arc::new(Shared {
+        id: BUFFERS.fetch_add(1, Ordering::Relaxed),
+        outputs: Slots::new(config.output_slots),
+        handles: Slots::new(config.handle_slots),
+        dispatches: AtomicU32::new(0),
+        config,
+        layout,
+        backend,
+        heap,
+    });
+    bootstrap.barrier()?;
+    Ok(ElasticBuffer { shared, domain, broken: None, bootstrap })
+}
+
+impl fmt::Debug for ElasticBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ElasticBuffer")
+            .field("id", &self.shared.id)
+            .field("domain", &self.domain)
+            .field("backend", &self.backend())
+            .field("heap", self.heap())
+            .field("broken", &self.broken)
+            .finish_non_exhaustive()
+    }
+}

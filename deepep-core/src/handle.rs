@@ -1,0 +1,278 @@
+//! What a dispatch leaves behind: the slots that its result and its handle occupy.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::backend::Counts;
+use crate::buffer::Shared;
+use crate::layout::{DispatchShape, HandleLayout, OutputLayout, Placement};
+use crate::stream::Event;
+use crate::tensor::{DType, TensorRef};
+use crate::{Error, Result};
+
+/// Free slots of one kind.
+pub(crate) struct Slots {
+    free: Mutex<Vec<usize>>,
+    count: usize,
+}
+
+impl Slots {
+    pub(crate) fn new(count: usize) -> Self {
+        Self { free: Mutex::new((0..count).rev().collect()), count }
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.count
+    }
+
+    fn take(&self) -> Option<usize> {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner).pop()
+    }
+
+    fn put_back(&self, slot: usize) {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner).push(slot);
+    }
+}
+
+/// Which slots a lease is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SlotKind {
+    Output,
+    Handle,
+}
+
+/// A slot that nobody else gets as long as this lives. Keeps the buffer's memory mapped.
+pub(crate) struct Lease {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) slot: usize,
+    kind: SlotKind,
+}
+
+impl Lease {
+    pub(crate) fn take(shared: &Arc<Shared>, kind: SlotKind) -> Result<Self> {
+        let slots = shared.slots(kind);
+        let Some(slot) = slots.take() else {
+            let (what, slots) = match kind {
+                SlotKind::Output => ("dispatch result", slots.count()),
+                SlotKind::Handle => ("dispatch handle", slots.count()),
+            };
+            return Err(Error::SlotsHeld { what, slots });
+        };
+        Ok(Self { shared: shared.clone(), slot, kind })
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.shared.slots(self.kind).put_back(self.slot);
+    }
+}
+
+/// What combine and a cached dispatch need of an earlier dispatch. Cheap to clone; its slot is free when the last clone is gone.
+///
+/// A handle belongs to the buffer that made it and keeps that buffer's memory alive.
+#[derive(Clone)]
+pub struct Handle(pub(crate) Arc<HandleInner>);
+
+pub(crate) struct HandleInner {
+    pub(crate) lease: Lease,
+    /// Number of the dispatch that made it, equal on all ranks.
+    pub(crate) number: u32,
+    pub(crate) shape: DispatchShape,
+    pub(crate) layout: HandleLayout,
+    /// Tokens that this rank gave.
+    pub(crate) tokens: usize,
+    pub(crate) counts: Option<Counts>,
+}
+
+impl Handle {
+    /// Tokens that this rank gave to the dispatch: the rows of combine's result.
+    pub fn tokens(&self) -> usize {
+        self.0.tokens
+    }
+
+    /// Top-k lanes of a token.
+    pub fn topk(&self) -> usize {
+        self.0.shape.topk
+    }
+
+    /// How the received rows are arranged.
+    pub fn placement(&self) -> Placement {
+        self.0.shape.placement
+    }
+
+    /// What this rank received, if the dispatch waited for it.
+    pub fn counts(&self) -> Option<&Counts> {
+        self.0.counts.as_ref()
+    }
+
+    /// `i32[4]`: tokens received, rows, and, if the call was over capacity, the tokens and rows that it would have needed, else 0.
+    pub fn count_cells(&self) -> TensorRef<'_> {
+        self.table(self.0.layout.counts, HandleLayout::COUNTS)
+    }
+
+    /// `i32[ranks]`: inclusive prefix sum of received tokens over source ranks.
+    pub fn rank_prefix(&self) -> TensorRef<'_> {
+        self.table(self.0.layout.rank_psum, self.0.shape.ranks)
+    }
+
+    /// `i32[local experts + 1]`: first row of each local expert in the expanded layout, aligned; the last entry is the number of rows.
+    pub fn expert_starts(&self) -> TensorRef<'_> {
+        self.table(self.0.layout.expert_start, self.0.shape.local_experts() + 1)
+    }
+
+    /// `i32[local experts]`: rows of each local expert, without alignment gaps.
+    pub fn expert_counts(&self) -> TensorRef<'_> {
+        self.table(self.0.layout.expert_count, self.0.shape.local_experts())
+    }
+
+    /// Where each received token comes from: `i32[tokens, 2]`, global token id (source rank · most tokens of a rank + token) and the bit
+    /// mask of the lanes whose experts live here. As many rows as tokens can arrive, or did if that is known.
+    pub fn sources(&self) -> TensorRef<'_> {
+        let tokens = self.0.counts.as_ref().map_or(self.0.shape.token_capacity, |c| c.tokens);
+        self.view(self.0.layout.source, DType::I32, [tokens, 2])
+    }
+
+    fn table(&self, offset: usize, len: usize) -> TensorRef<'_> {
+        self.view(offset, DType::I32, [len, 1])
+    }
+
+    fn view(&self, offset: usize, dtype: DType, shape: [usize; 2]) -> TensorRef<'_> {
+        let lease = &self.0.lease;
+        let shared = &lease.shared;
+        let address = shared.heap.base() + (shared.layout.handles.at(lease.slot) + offset) as u64;
+        // SAFETY: the layout fits the slot (checked when the handle was made), the slot lies in this rank's heap, which the handle
+        // keeps mapped, and no call writes the slot while the handle exists.
+        unsafe { TensorRef::heap(address, shared.heap.space(), dtype, shape) }
+    }
+}
+
+impl fmt::Debug for Handle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Handle")
+            .field("buffer", &self.0.lease.shared.id)
+            .field("dispatch", &self.0.number)
+            .field("tokens", &self.0.tokens)
+            .field("shape", &self.0.shape)
+            .field("counts", &self.0.counts)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What a dispatch delivered: views of the symmetric heap, and the handle.
+///
+/// The views stay as they are until this is dropped; then a later dispatch may reuse the memory. On the CUDA backend, work that reads them must be enqueued on the
+/// dispatches' stream, or ordered before the stream's next dispatch by an event, before this is dropped.
+pub struct Dispatched {
+    pub(crate) lease: Lease,
+    pub(crate) handle: Handle,
+    pub(crate) shape: DispatchShape,
+    pub(crate) output: OutputLayout,
+    pub(crate) dtype: DType,
+    pub(crate) scale_dtype: Option<DType>,
+    pub(crate) weighted: bool,
+    pub(crate) number: u32,
+    pub(crate) event: Event,
+}
+
+impl Dispatched {
+    /// For combine and cached dispatches.
+    pub fn handle(&self) -> &Handle {
+        &self.handle
+    }
+
+    /// Consumes the result, keeps the handle: the rows' memory may be reused.
+    pub fn into_handle(self) -> Handle {
+        self.handle.clone()
+    }
+
+    /// What this rank received, if the dispatch waited for it.
+    pub fn counts(&self) -> Option<&Counts> {
+        self.handle.counts()
+    }
+
+    /// The point at which everything has arrived.
+    pub fn event(&self) -> &Event {
+        &self.event
+    }
+
+    /// Rows of the result: how many there are if the dispatch waited for counts, else how many there can be.
+    pub fn rows(&self) -> usize {
+        self.counts().map_or(self.shape.row_capacity, |counts| counts.rows)
+    }
+
+    /// Tokens of the result, likewise. The same as the rows in the plain layout.
+    pub fn tokens(&self) -> usize {
+        self.counts().map_or(self.shape.token_capacity, |counts| counts.tokens)
+    }
+
+    /// The received rows, `[rows, hidden]`.
+    pub fn x(&self) -> TensorRef<'_> {
+        self.view(self.output.rows, self.dtype, [self.rows(), self.shape.row_bytes / self.dtype.size()])
+    }
+
+    /// The received rows' scales, `[rows, packs]`, with strides (packs, 1) or (1, row capacity rounded up to 4).
+    pub fn scales(&self) -> Option<TensorRef<'_>> {
+        let dtype = self.scale_dtype?;
+        let (pack, row) = self.shape.scale_strides();
+        let address = self.address(self.output.scales);
+        let shape = [self.rows(), self.shape.scale_packs];
+        let strides = [row as isize, pack as isize];
+        // SAFETY: as in `view`; the region holds every pack of every row of the capacity in this order.
+        Some(unsafe { TensorRef::heap_strided(address, self.space(), dtype, shape, strides) })
+    }
+
+    /// Plain: expert ids, local to this rank, of each received token, `[tokens, topk]`; −1 for lanes whose expert lives elsewhere. Expanded: none.
+    pub fn topk_idx(&self) -> Option<TensorRef<'_>> {
+        let dtype = if self.shape.index.bytes() == 4 { DType::I32 } else { DType::I64 };
+        let plain = self.shape.placement == Placement::Plain;
+        plain.then(|| self.view(self.output.lane_expert, dtype, [self.tokens(), self.shape.topk]))
+    }
+
+    /// If weights were given: all weights of each received token, `[tokens, topk]` (plain), or the weight of each row, `[rows, 1]` (expanded).
+    pub fn topk_weights(&self) -> Option<TensorRef<'_>> {
+        self.weighted.then(|| match self.shape.placement {
+            Placement::Plain => {
+                self.view(self.output.lane_weight, DType::F32, [self.tokens(), self.shape.topk])
+            }
+            Placement::Expanded => self.view(self.output.row_weight, DType::F32, [self.rows(), 1]),
+        })
+    }
+
+    /// Whether the dispatch, which must have run, delivered everything. Of use when it did not wait for counts: then a call over
+    /// capacity delivers nothing, on all ranks, and says so here.
+    ///
+    /// # Errors
+    /// [`CapacityExceeded`](Error::CapacityExceeded) with the number that is needed.
+    pub fn check(&self) -> Result<()> {
+        match self.lease.shared.backend.problem(self.number)? {
+            Some(problem) => Err(problem.into()),
+            None => Ok(()),
+        }
+    }
+
+    fn space(&self) -> crate::tensor::Space {
+        self.lease.shared.heap.space()
+    }
+
+    fn address(&self, offset: usize) -> u64 {
+        let shared = &self.lease.shared;
+        shared.heap.base() + (shared.layout.outputs.at(self.lease.slot) + offset) as u64
+    }
+
+    fn view(&self, offset: usize, dtype: DType, shape: [usize; 2]) -> TensorRef<'_> {
+        // SAFETY: the layout fits the slot (checked when the call was planned), the slot lies in this rank's heap, which the lease keeps
+        // mapped, and no call writes the slot while the lease exists.
+        unsafe { TensorRef::heap(self.address(offset), self.space(), dtype, shape) }
+    }
+}
+
+impl fmt::Debug for Dispatched {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Dispatched")
+            .field("rows", &self.rows())
+            .field("dtype", &self.dtype)
+            .field("handle", &self.handle)
+            .finish_non_exhaustive()
+    }
+}

@@ -11,6 +11,7 @@ mod config;
 pub mod domain;
 pub mod error;
 mod handle;
+pub mod jit;
 pub mod layout;
 mod ops;
 mod stream;

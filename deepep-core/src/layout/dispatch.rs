@@ -50,8 +50,8 @@ pub struct HandleLayout {
     pub topk: usize,
     /// `i32[max_tokens][R]`: row at each rank (expanded: of the lowest lane there), −1 if the token does not go there.
     pub sent_row: usize,
-    /// Expanded: `i32[max_tokens][R]`: number of the token among those that go from here to each rank.
-    pub sent_slot: usize,
+    /// Expanded: `i32[max_tokens][R]`: token index at each rank, −1 if the token does not go there.
+    pub sent_index: usize,
     /// Expanded: `i32[max_tokens][K]`: row of each lane whose expert lives here, else −1.
     pub own_row: usize,
     /// `i32[4]`: tokens received, rows (with padding), and for a call over capacity the tokens and rows that would be needed, else 0.
@@ -86,14 +86,14 @@ impl HandleLayout {
         let lane_row = c.take(if_expanded(received * shape.topk), 4);
         let topk = c.take(own * shape.topk, 4);
         let sent_row = c.take(own * shape.ranks, 4);
-        let sent_slot = c.take(if_expanded(own * shape.ranks), 4);
+        let sent_index = c.take(if_expanded(own * shape.ranks), 4);
         let own_row = c.take(if_expanded(own * shape.topk), 4);
         Self {
             source,
             lane_row,
             topk,
             sent_row,
-            sent_slot,
+            sent_index,
             own_row,
             counts,
             rank_psum,

@@ -7,6 +7,7 @@
 //! All offsets and sizes are bytes unless a name says otherwise. Offsets in [`HeapLayout`] count from the start of a rank's heap,
 //! offsets in slot layouts from the start of the slot.
 
+pub(crate) mod abi;
 mod combine;
 mod dispatch;
 mod heap;
@@ -20,7 +21,9 @@ pub use dispatch::{HandleLayout, OutputLayout};
 pub use heap::{HeapConfig, HeapLayout, SlotArray};
 pub use plan::{Plan, PlanItem};
 pub use shape::{CombineShape, DispatchShape, IndexWidth, Placement, ScaleOrder};
-pub use status::{CountsLayout, RecordKind, STATUS_RECORD_BYTES, StatusLayout};
+pub use status::{
+    AbortWord, CountsLayout, Operation, Phase, RecordKind, STATUS_RECORD_BYTES, StatusLayout, StatusRecord,
+};
 pub use workspace::{Ticket, WorkspaceLayout};
 
 /// Most ranks of one NVLink domain.

@@ -14,17 +14,22 @@ pub enum Ticket {
     Incoming = 2,
 }
 
+impl Ticket {
+    /// Number of kinds.
+    pub const COUNT: usize = 3;
+}
+
 /// Offsets of the workspace's cells.
 ///
 /// "Peer" cells are written by other ranks, "own" cells only by the owner. Sizes follow the buffer's maxima, so that they are the
 /// same for every call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WorkspaceLayout {
-    /// Peer, `u64[2 parities][ranks][cells]`: totals of a dispatch. Cells are E experts, R ranks, call, place.
+    /// Peer, `u64[2 parities][ranks][cells]`: call, place, and totals of a dispatch: E experts, R ranks.
     pub totals: usize,
     /// Cells of one rank in [`totals`](Self::totals), and of one block in [`partials`](Self::partials).
     pub cells: usize,
-    /// Peer, `u32[ranks][max_tokens]`: a row of an expanded dispatch is in its first place.
+    /// Peer, `u32[ranks * max_tokens]`, by token index: a row of an expanded dispatch is in its first place.
     pub ready: usize,
     /// Peer, `u32[ranks][MAX_BLOCKS]`: a sending block of a plain dispatch is done.
     pub done: usize,
@@ -40,7 +45,7 @@ pub struct WorkspaceLayout {
     pub abort: usize,
     /// Own, `u32[3 operations][MAX_BLOCKS]`: epochs of dispatch, combine, barrier.
     pub epochs: usize,
-    /// Own, `u32[2 parities][3 kinds]`, one cache line each. See [`Ticket`].
+    /// Own, `u32[2 parities][Ticket::COUNT]`, one cache line each. See [`Ticket`].
     pub tickets: usize,
     /// Own, `u64[MAX_SENDERS][cells]`: counts of each sending block.
     pub partials: usize,
@@ -55,12 +60,16 @@ pub struct WorkspaceLayout {
 impl WorkspaceLayout {
     /// Bytes between two cells that must not share a cache line.
     pub const LINE: usize = 128;
-    /// Cells of one set of totals beside the E + R counts: call and place.
-    pub const EXTRA_CELLS: usize = 2;
+    /// The call cell of a rank in [`totals`](Self::totals).
+    pub const CELL_CALL: usize = 0;
+    /// The place cell.
+    pub const CELL_PLACE: usize = 1;
+    /// First of the E + R count cells.
+    pub const CELL_COUNTS: usize = 2;
 
     /// Layout for a buffer with these maxima. `slots` is the most slots a token has in combine's receive area.
     pub fn new(ranks: usize, max_tokens: usize, experts: usize, slots: usize, sets: usize) -> Self {
-        let cells = align_up(experts + ranks + Self::EXTRA_CELLS, 16);
+        let cells = align_up(Self::CELL_COUNTS + experts + ranks, 16);
         let arrived_set = slots * max_tokens;
         let mut c = Cursor::at(0);
         let abort = c.take(1, Self::LINE);
@@ -71,7 +80,7 @@ impl WorkspaceLayout {
         let ready = c.take(ranks * max_tokens, 4);
         let arrived = c.take(sets * arrived_set, 4);
         let epochs = c.take(3 * MAX_BLOCKS, 4);
-        let tickets = c.take(2 * 3, Self::LINE);
+        let tickets = c.take(2 * Ticket::COUNT, Self::LINE);
         let partials = c.take(MAX_SENDERS * cells, 8);
         let chunks = c.take(MAX_SENDERS, 8);
         let reported = c.take(super::RecordKind::COUNT, 4);

@@ -1,0 +1,16 @@
+// Conversions between pairs of BF16 in a word and FP32.
+#pragma once
+#include "arch/types.cuh"
+
+namespace arch {
+
+DEVICE float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
+DEVICE float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+// Round to nearest even; NaN becomes 0x7FFF.
+DEVICE u32 bf16_pack(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+}  // namespace arch

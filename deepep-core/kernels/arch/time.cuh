@@ -1,0 +1,14 @@
+// The device-wide clock in nanoseconds, and short sleeps.
+#pragma once
+#include "arch/types.cuh"
+
+namespace arch {
+
+DEVICE u64 now_ns() {
+    u64 t;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+    return t;
+}
+DEVICE void sleep_ns(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
+
+}  // namespace arch

@@ -1,0 +1,103 @@
+// Bounded waits, and what happens when one gives up.
+//
+// A wait polls until it is satisfied, until the deadline, or until this rank's abort cell says that some rank gave up. The first thread
+// of a rank to fail writes the abort record into the status block; one that hit the deadline itself also tells all ranks.
+// Nothing traps: callers see `false`, stop starting work, let local copies end, and leave the kernel.
+#pragma once
+#include "arch/fence.cuh"
+#include "arch/time.cuh"
+#include "comm/heap.cuh"
+
+// What is being waited for, for the record.
+struct Place {
+    u32 operation, phase, epoch, peer, index;
+};
+
+// Writes one record; the sequence word last, behind a fence.
+DEVICE void write_record(const Domain& d, u32 kind, const StatusRecord& r) {
+    StatusRecord* out = (StatusRecord*)(d.status + kind * STATUS_RECORD_BYTES);
+    volatile u32* words = (volatile u32*)out;
+    const u32* from = (const u32*)&r;
+#pragma unroll
+    for (u32 i = 1; i < sizeof(StatusRecord) / 4; i++) words[i] = from[i];
+    arch::fence_sys();
+    words[0] = r.sequence;
+}
+
+// Whether some rank gave up.
+DEVICE bool aborted(const Domain& d) { return arch::ld_relaxed_sys(cell64(d, d.rank, d.abort)) != 0; }
+
+// Reports a failed wait. `mine`: this thread hit the deadline; otherwise the abort cell was set by another.
+__device__ __noinline__ void give_up(const Domain& d, Place at, bool mine, u64 expected, u64 seen, u64 waited) {
+    u64* own = cell64(d, d.rank, d.abort);
+    u64 word = 1ull << 63 | (u64)(at.operation & 0x7f) << 56 | (u64)(at.phase & 0xff) << 48 | (u64)d.rank << 40 |
+               (u64)(at.peer & 0xff) << 32 | at.epoch;
+    if (mine) {
+        const u64 before = arch::cas_sys(own, 0, word);
+        if (before == 0) {
+            for (u32 r = 0; r < d.ranks; r++)
+                if (r != d.rank) arch::st_relaxed_sys(cell64(d, r, d.abort), word);
+        } else {
+            word = before;
+            mine = false;
+        }
+    } else {
+        word = arch::ld_relaxed_sys(own);
+    }
+    u32* reported = cell32(d, d.rank, d.reported) + RECORD_ABORT;
+    if (arch::cas_gpu(reported, 0, 1) != 0) return;
+    StatusRecord r = {};
+    r.sequence = at.epoch ? at.epoch : 1;
+    r.operation = (u32)(word >> 56) & 0x7f;
+    r.phase = (u32)(word >> 48) & 0xff;
+    r.rank = (u32)(word >> 40) & 0xff;
+    r.peer = (u32)(word >> 32) & 0xff;
+    r.block = blockIdx.x;
+    if (mine) {
+        r.index = at.index;
+        r.expected = expected;
+        r.seen = seen;
+        r.expected_tokens = waited;
+    }
+    write_record(d, RECORD_ABORT, r);
+}
+
+// Polls `ready` until it is true. `ready(seen)` stores what it saw.
+template <class Ready>
+DEVICE bool wait_until(const Domain& d, const Place& at, u64 expected, Ready ready) {
+    u64 seen = 0;
+    if (ready(seen)) return true;
+    const u64 start = arch::now_ns();
+    for (u32 n = 1;; n++) {
+        if (ready(seen)) return true;
+        if (n & 31) continue;
+        if (aborted(d)) {
+            give_up(d, at, false, expected, seen, 0);
+            return false;
+        }
+        const u64 waited = arch::now_ns() - start;
+        if (waited > d.timeout_ns) {
+            if (ready(seen)) return true;
+            give_up(d, at, true, expected, seen, waited);
+            return false;
+        }
+    }
+}
+
+// Waits for a flag that holds an epoch and never goes past it, then acquires.
+DEVICE bool wait_equal(const Domain& d, const Place& at, const u32* flag) {
+    return wait_until(d, at, at.epoch, [&](u64& seen) {
+        const u32 v = arch::ld_acquire_sys(flag);
+        seen = v;
+        return v == at.epoch;
+    });
+}
+
+// Waits for a flag that holds at least `epoch` (wrap-safe), then acquires.
+DEVICE bool wait_at_least(const Domain& d, const Place& at, const u32* flag, u32 epoch) {
+    return wait_until(d, at, epoch, [&](u64& seen) {
+        const u32 v = arch::ld_acquire_sys(flag);
+        seen = v;
+        return (i32)(v - epoch) >= 0;
+    });
+}

@@ -1,0 +1,50 @@
+// Combine: rows of received tokens back to the tokens' owners, summed there, in one kernel. The protocol is docs/protocol.md, section 3.
+//
+// Warps [0, row_warps) of a block send, the next one announces (comm/announce.cuh), the others reduce this rank's tokens as their rows
+// arrive. All blocks are resident at once (cooperative launch). Senders wait for `started` of their peers, reducers for senders; nobody
+// waits for a reducer.
+//
+// Order: a row's bulk store completes → its lane hands the flag in (release.cta) → the announcer acquires, fences at system scope, stores
+// `arrived` → a reducer's lane acquires it → warp barrier → ordinary loads past L1.
+#include "arch/launch.cuh"
+#include "ops/combine/reduce.cuh"
+#include "ops/combine/send.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __grid_constant__ CombineParams p) {
+    extern __shared__ __align__(128) u8 shared[];
+    Block b(p, shared);
+    arch::launch_dependents();
+    arch::wait_for_predecessor();
+
+    if (threadIdx.x == 0) b.control.failed = aborted(b.d);
+    b.epoch = *epoch_counter(b.d, OPERATION_COMBINE, blockIdx.x) + 1;
+    mailboxes_init(b.control.mail, p.row_warps);
+    if (threadIdx.x < WARPS * MAX_STAGES) {
+        arch::mbarrier_init(&b.control.bars[0][0] + threadIdx.x);
+        arch::mbarrier_init_done();
+    }
+    __syncthreads();
+    // After an abort nothing is started any more.
+    if (!b.control.failed) {
+        if (blockIdx.x == 0 && threadIdx.x < RANKS && threadIdx.x != b.me)
+            arch::st_release_sys((u32*)((u8*)cell32(b.d, threadIdx.x, b.d.started) + b.me * CELL_LINE), b.epoch);
+        __syncwarp();
+        const u32 senders = RANKS > 1 ? p.row_warps : 0, first_reducer = RANKS > 1 ? p.row_warps + 1 : 0;
+        if (b.warp < senders) {
+            Sender sender(b);
+            sender.run(blockIdx.x + gridDim.x * b.warp, gridDim.x * senders);
+        } else if (b.warp < first_reducer) {
+            announce(b.control.mail, p.row_warps, b.epoch, [&](u32 r) { return b.arrived(r); });
+        } else {
+            const u32 workers = (WARPS - first_reducer) * gridDim.x;
+            for (u32 t = (b.warp - first_reducer) * gridDim.x + blockIdx.x; t < p.tokens; t += workers) {
+                const Token token(b, t);
+                if (!token.wait()) break;
+                token.write_weights();
+                token.write();
+            }
+        }
+    }
+    __syncthreads();
+    store_epoch(b.d, OPERATION_COMBINE, b.epoch);
+}

@@ -1,0 +1,44 @@
+// What the parts of the combine kernel share.
+#pragma once
+#include "arch/bf16.cuh"
+#include "arch/bulk.cuh"
+#include "comm/announce.cuh"
+
+constexpr u32 MAX_STAGES = 8;
+
+struct Control {
+    u64 bars[WARPS][MAX_STAGES];
+    u32 failed;
+    Mailboxes mail;
+};
+static_assert(sizeof(Control) <= COMBINE_CONTROL_BYTES, "the host reserves too little shared memory");
+
+struct Block {
+    const CombineParams& p;
+    const Domain& d;
+    u8* stages;
+    Control& control;
+    u32 epoch, me, lane, warp;
+
+    DEVICE Block(const CombineParams& params, u8* shared)
+        : p(params), d(params.domain), stages(shared), control(*(Control*)(shared + params.control)), epoch(0),
+          me(params.domain.rank), lane(threadIdx.x % 32), warp(threadIdx.x / 32) {}
+
+    DEVICE Place place(u32 phase, u32 peer, u32 index) const { return {OPERATION_COMBINE, phase, epoch, peer, index}; }
+    DEVICE u32 set() const { return epoch % p.sets; }
+    // A table of this rank's handle slot.
+    template <class T>
+    DEVICE const T* handle(u64 offset) const { return (const T*)(p.handle + offset); }
+    // The set of rank r's receive area that this call uses.
+    DEVICE u64 receive(u32 r) const { return d.heap[r] + p.receive + (u64)set() * p.receive_stride; }
+    DEVICE u64 receive_row(u32 r, u32 cell) const { return receive(r) + (u64)cell * p.row_bytes; }
+    DEVICE float* receive_weights(u32 r) const { return (float*)(receive(r) + p.receive_weights); }
+    DEVICE u32* arrived(u32 r) const { return cell32(d, r, d.arrived) + (u64)set() * d.arrived_set; }
+    // Cell of a token's slot: also the row's number in the receive area.
+    DEVICE u32 cell(u32 slot, u32 token) const { return slot * p.max_tokens + token; }
+    DEVICE const u8* x_row(u32 row) const { return (const u8*)p.x + (u64)row * p.row_bytes; }
+};
+
+// Slot of rank s's contribution at rank r, if peers have slots.
+DEVICE u32 rank_slot(u32 s, u32 r) { return s < r ? s : s - 1; }
+DEVICE u32 highest(u32 mask) { return 31 - __clz(mask); }

@@ -1,0 +1,127 @@
+// Dispatch: rows of this rank's tokens to the ranks of their experts, in one kernel. The protocol is docs/protocol.md, section 2.
+//
+// Blocks [0, senders) count, exchange counts, write tables and send; the others move rows inside the rank. All blocks are resident at
+// once (cooperative launch). Warps [0, row_warps) of a block carry rows; in the expanded layout the next warp of a sending
+// block announces, and warps beyond zero the gaps between experts.
+//
+// Who waits for whom: count → partials (own blocks) → totals (all ranks) → tables → sending → moving → end. Each waits only for what
+// stands before it, so that ranks can't block each other; a rank that never comes ends every wait at its deadline (comm/wait.cuh).
+//
+// Order: a row is complete when its bulk group is (wait_group, not .read). Plain: the block meets, then one thread stores `done` with release
+// at system scope. Expanded: the announcer's fence (comm/announce.cuh). Peers' slots are written only after their place cell was
+// acquired, which says that their earlier readers have ended.
+#include "arch/launch.cuh"
+#include "ops/dispatch/move.cuh"
+#include "ops/dispatch/tables.cuh"
+
+// Tells every peer that this block's rows have arrived, and waits for the blocks of all peers. Sending blocks share the waits.
+DEVICE void finish_plain(const Block& b) {
+    if (threadIdx.x < RANKS && threadIdx.x != b.me) {
+        u32* done = cell32(b.d, threadIdx.x, b.d.done) + b.me * MAX_BLOCKS + blockIdx.x;
+        arch::st_release_sys(done, b.epoch);
+    }
+    for (u32 i = threadIdx.x; i < RANKS * MAX_BLOCKS; i += THREADS) {
+        const u32 s = i % RANKS, c = blockIdx.x + b.p.senders * (i / RANKS);
+        if (s == b.me || c >= b.control.senders[s]) continue;
+        wait_equal(b.d, b.place(PHASE_DONE, s, c), cell32(b.d, b.me, b.d.done) + s * MAX_BLOCKS + c);
+    }
+}
+
+DEVICE void run_sender(Block& b) {
+    const TokenLanes lanes(b.lane, b.p.lanes);
+    const Share share(b);
+    const bool carries = b.warp < b.p.row_warps;
+    Ring ring(b);
+    Sender sender(b, ring);
+
+    Items items;
+    load_items(b, lanes, share, items);
+    if (carries) sender.prefetch();
+    if (!b.cached()) {
+        for (u32 i = threadIdx.x; i < WARPS * b.counts; i += THREADS) b.warp_counts[i] = 0;
+        __syncthreads();
+        count_tokens(b, lanes, share, items);
+        __syncthreads();
+        sum_blocks(b);
+        if (b.warp == WARPS - 1) acquire_places(b);
+        sum_ranks(b);
+        __syncthreads();
+        scan_experts(b);
+    } else if (b.warp == WARPS - 1) {
+        acquire_places(b);
+    }
+    __syncthreads();
+    const bool failed = b.control.failed;
+    if (!failed) {
+        if (b.cached()) {
+            write_outputs(b, lanes, share, items);
+        } else {
+            if (blockIdx.x == 0) write_counts(b);
+            write_tables(b, lanes, share, items);
+        }
+    }
+    __syncthreads();
+    if (failed) {
+        if (carries) ring.drain(b);
+        return;
+    }
+    if (threadIdx.x == 0) arch::st_release_gpu(b.chunk_cell(blockIdx.x), pack_cell(b.epoch, b.control.over));
+
+    if (carries) {
+        arch::fence_proxy();
+        sender.run();
+        if (EXPANDED) {
+            Mover mover(b, ring);
+            mover.run(false);
+        }
+    } else {
+        const bool announces = EXPANDED && b.warp == b.p.row_warps;
+        if (announces) announce(b.control.mail, b.p.row_warps, b.epoch, [&](u32 r) { return cell32(b.d, r, b.d.ready); });
+        const u32 idle = WARPS - b.p.row_warps;
+        if (EXPANDED && b.p.zero_padding && wait_tables(b))
+            zero_gaps(b, blockIdx.x * idle + b.warp - b.p.row_warps, b.p.senders * idle);
+    }
+    if (!EXPANDED) {
+        __syncthreads();
+        finish_plain(b);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const __grid_constant__ DispatchParams p) {
+    extern __shared__ __align__(128) u8 shared[];
+    Block b(p, shared);
+    arch::launch_dependents();
+    arch::wait_for_predecessor();
+
+    if (threadIdx.x == 0) {
+        b.control.failed = aborted(b.d);
+        b.control.over = RANKS;
+        b.control.output[b.me] = (u64)b.own_output<u8>(0);
+    }
+    b.epoch = *epoch_counter(b.d, OPERATION_DISPATCH, blockIdx.x) + 1;
+    mailboxes_init(b.control.mail, p.row_warps);
+    if (threadIdx.x < WARPS * MAX_STAGES) {
+        arch::mbarrier_init(&b.control.bars[0][0] + threadIdx.x);
+        arch::mbarrier_init_done();
+    }
+    __syncthreads();
+    // After an abort nothing is started any more.
+    if (!b.control.failed) {
+        if (blockIdx.x == 0) {
+            publish_place(b);
+            // The other parity's tickets belong to the next call.
+            if (threadIdx.x < TICKET_KINDS)
+                *(u32*)((u8*)b.ticket(threadIdx.x) + (b.parity() ? -1 : 1) * (i32)(TICKET_KINDS * CELL_LINE)) = 0;
+        }
+        if (blockIdx.x < p.senders) {
+            run_sender(b);
+        } else if (b.warp < p.row_warps) {
+            Ring ring(b);
+            Mover mover(b, ring);
+            mover.prefetch();
+            mover.run(true);
+        }
+    }
+    __syncthreads();
+    store_epoch(b.d, OPERATION_DISPATCH, b.epoch);
+}

@@ -1,0 +1,253 @@
+// Rows inside a rank: own rows to their places, and in the expanded layout the other places of rows that came in.
+#pragma once
+#include "ops/dispatch/send.cuh"
+
+// A row warp of a block that does not send, or (expanded) of one that is done sending.
+struct Mover {
+    static constexpr u32 ROWS = (MAX_TOPK + STAGE_LANES - 1) / STAGE_LANES;
+
+    const Block& b;
+    Ring& ring;
+    i32 token;        // of the stage that this lane shares: an own token, or −1 for a row that came in
+    i32 rows[ROWS];   // rows to store: those of the top-k lanes `lane % 8` + 8 i
+    i32 first_row;    // lane-uniform in the stage: where a row that came in lies
+    u32 own_ticket, in_ticket;  // lane 0: drawn ahead
+    bool more_own, more_in;
+    u32 received, base, visits;  // lane s: tokens from rank s, and first token index
+
+    DEVICE Mover(const Block& block, Ring& r)
+        : b(block), ring(r), token(-1), first_row(-1), own_ticket(0), in_ticket(0), more_own(true), more_in(EXPANDED),
+          received(0), base(0), visits(0) {
+#pragma unroll
+        for (u32 i = 0; i < ROWS; i++) rows[i] = -1;
+    }
+    DEVICE bool owns(u32 s) const { return b.lane / STAGE_LANES == s; }
+    DEVICE u32 lane_in_stage() const { return b.lane % STAGE_LANES; }
+
+    DEVICE void draw_own() {
+        if (b.lane == 0) own_ticket = arch::add_gpu(b.ticket(TICKET_OWN), 1);
+    }
+    DEVICE void draw_in() {
+        if (b.lane == 0) in_ticket = arch::add_gpu(b.ticket(TICKET_INCOMING), 1);
+    }
+    DEVICE void load_own(u32 t) {
+        if (b.lane == 0) ring.load(b, source_row(b, t), source_scales(b, t));
+        if (owns(ring.next_stage())) token = (i32)t;
+        ring.head++;
+    }
+    // Where the own token of stage s goes.
+    DEVICE void look_up(u32 s) {
+        if (!owns(s)) return;
+        if (EXPANDED) {
+            const i32* own = b.mine<i32>(b.p.own_row) + (u64)token * b.p.lanes;
+#pragma unroll
+            for (u32 i = 0; i < ROWS; i++) {
+                const u32 k = lane_in_stage() + i * STAGE_LANES;
+                rows[i] = k < b.p.lanes ? arch::ld_received(own + k) : -1;
+            }
+        } else {
+            rows[0] = lane_in_stage() == 0 ? arch::ld_received(b.mine<i32>(b.p.sent_row) + (u64)token * RANKS + b.me) : -1;
+        }
+    }
+    // Own rows that can be loaded before any position is known.
+    DEVICE void prefetch() {
+        draw_own();
+        while (ring.room()) {
+            const u32 t = warp::get(own_ticket, 0);
+            if (t >= b.p.tokens) {
+                more_own = false;
+                return;
+            }
+            draw_own();
+            load_own(t);
+        }
+    }
+    // Received tokens of each rank, from the counts in the handle.
+    DEVICE void read_counts() {
+        const i32* psum = b.mine<i32>(b.p.rank_psum);
+        i32 upto = 0, before = 0;
+        if (b.lane < RANKS) {
+            upto = arch::ld_received(psum + b.lane);
+            before = b.lane ? arch::ld_received(psum + b.lane - 1) : 0;
+        }
+        received = upto - before;
+        base = before;
+        u32 most = 0;
+#pragma unroll
+        for (u32 s = 0; s < RANKS; s++) {
+            const u32 n = warp::get(received, s);
+            if (s != b.me && n > most) most = n;
+        }
+        const u32 parts = b.p.senders;
+        visits = (most + parts - 1) / parts * parts * (RANKS - 1);
+    }
+    // Token index of visit v, or −1 if that visit is empty. Visits alternate over sources and walk the parts of a source side by side, as
+    // its blocks send them.
+    DEVICE i32 visited(u32 v, u32& source) const {
+        constexpr u32 PEERS = RANKS > 1 ? RANKS - 1 : 1;
+        const u32 si = v % PEERS, q = v / PEERS, parts = b.p.senders, part = q % parts, at = q / parts;
+        source = si + (si >= b.me);
+        const u32 n = warp::get(received, source), first = warp::get(base, source);
+        const u32 low = (u32)((u64)n * part / parts), high = (u32)((u64)n * (part + 1) / parts);
+        return at < high - low ? (i32)(first + low + at) : -1;
+    }
+    // Copies scales that can't travel in bulk, for the rows of stage s.
+    DEVICE void copy_scales(u32 s, i32 t) {
+        const u64 output = b.control.output[b.me];
+        const i32 from = warp::get(first_row, s * STAGE_LANES);
+        const u32* given = (const u32*)source_scales(b, t < 0 ? 0 : t);
+        for (u32 k = 0; k < (EXPANDED ? b.p.lanes : 1); k++) {
+            i32 mine = rows[0];
+#pragma unroll
+            for (u32 i = 1; i < ROWS; i++)
+                if (k / STAGE_LANES == i) mine = rows[i];
+            const i32 row = warp::get(mine, s * STAGE_LANES + k % STAGE_LANES);
+            if (row < 0) continue;
+            for (u32 p = b.lane; p < b.p.scale_packs; p += 32) {
+                const u32 v = t >= 0 ? arch::ld_stream(given + (i64)p * b.p.scale_pack_stride)
+                                     : arch::ld_received(scale_pack(b, output, from, p));
+                *scale_pack(b, output, row, p) = v;
+            }
+        }
+    }
+    // Takes the row that came in as token index i. Writes its weights; starts to load it if it has more than one place.
+    DEVICE void take_in(i32 index) {
+        const u64 at = (u64)index * b.p.lanes + b.lane;
+        i32 row = -1;
+        if (b.lane < b.p.lanes) row = arch::ld_received(b.mine<i32>(b.p.lane_row) + at);
+        if (row >= 0 && b.p.weights) {
+            const u32 bits = arch::ld_received((const u32*)b.own_output<u32>(b.p.lane_weight) + at);
+            b.own_output<u32>(b.p.row_weight)[row] = bits;
+        }
+        const u32 valid = warp::ballot(row >= 0);
+        if (__popc(valid) < 2) return;
+        const u32 first = __ffs(valid) - 1, s = ring.next_stage();
+        const i32 from = warp::get(row, first);
+        if (b.lane == first) row = -1;
+        i32 mine[ROWS];
+#pragma unroll
+        for (u32 i = 0; i < ROWS; i++) mine[i] = warp::get(row, lane_in_stage() + i * STAGE_LANES);
+        if (owns(s)) {
+            arch::bulk_wait_read();
+            token = -1;
+            first_row = from;
+#pragma unroll
+            for (u32 i = 0; i < ROWS; i++) rows[i] = mine[i];
+        }
+        warp::sync();
+        if (b.lane == 0) {
+            // The flag was acquired by this lane, or by a lane it has met since; the copy engine must not read ahead of it.
+            arch::fence_proxy();
+            const u64 output = b.control.output[b.me];
+            ring.load(b, (const u8*)(output + b.p.rows + (u64)from * b.p.row_bytes),
+                      (const u8*)(output + b.p.out_scales + (u64)from * b.p.scale_packs * 4));
+        }
+        ring.head++;
+    }
+    DEVICE bool store_oldest() {
+        const u32 s = ring.tail % ring.count;
+        const i32 t = warp::get(token, s * STAGE_LANES);
+        if (b.p.scale_packs && !b.p.scales_in_bulk) copy_scales(s, t);
+        if (!warp::all(ring.wait(b))) return false;
+        if (owns(s)) {
+#pragma unroll
+            for (u32 i = 0; i < ROWS; i++)
+                if (rows[i] >= 0) store_stage(b, ring.at(s), b.control.output[b.me], rows[i]);
+            arch::bulk_commit();
+        }
+        ring.tail++;
+        return true;
+    }
+
+    // `prefetched`: prefetch() was called, and tables of this rank's blocks may not be complete yet.
+    DEVICE void run(bool prefetched) {
+        bool ok = wait_tables(b);
+        if (ok) {
+            if (prefetched)
+                for (u32 s = 0; s < ring.head; s++) look_up(s);
+            else
+                draw_own();
+            if (EXPANDED) {
+                read_counts();
+                draw_in();
+            }
+        }
+        while (ok) {
+            if ((more_own || more_in) && ring.room()) {
+                if (more_in) {
+                    const u32 v = warp::get(in_ticket, 0);
+                    if (v >= visits) {
+                        more_in = false;
+                        continue;
+                    }
+                    u32 source;
+                    const i32 index = visited(v, source);
+                    if (index < 0) {
+                        draw_in();
+                        continue;
+                    }
+                    const u32* flag = cell32(b.d, b.me, b.d.ready) + index;
+                    u32 here = 0;
+                    if (b.lane == 0) here = arch::ld_acquire_sys(flag) == b.epoch;
+                    here = warp::get(here, 0);
+                    warp::sync();
+                    if (!here && !more_own && ring.head == ring.tail) {
+                        bool came = true;
+                        if (b.lane == 0) came = wait_equal(b.d, b.place(PHASE_ARRIVAL, source, index), flag);
+                        ok = warp::all(came);
+                        warp::sync();
+                        if (!ok) continue;
+                        here = 1;
+                    }
+                    if (here) {
+                        draw_in();
+                        take_in(index);
+                        continue;
+                    }
+                }
+                if (more_own) {
+                    const u32 t = warp::get(own_ticket, 0);
+                    if (t >= b.p.tokens) {
+                        more_own = false;
+                        continue;
+                    }
+                    draw_own();
+                    const u32 s = ring.next_stage();
+                    if (owns(s)) arch::bulk_wait_read();
+                    warp::sync();
+                    load_own(t);
+                    look_up(s);
+                    continue;
+                }
+            }
+            if (ring.tail == ring.head) {
+                if (!more_own && !more_in) break;
+                continue;
+            }
+            ok = store_oldest();
+        }
+        ring.drain(b);
+        arch::bulk_wait();
+    }
+};
+
+// Expanded, on request: zeroes the rows between the experts. Warps of sending blocks that have nothing else to do; `worker` of
+// `workers` over the whole rank.
+DEVICE void zero_gaps(const Block& b, u32 worker, u32 workers) {
+    const u64 output = b.control.output[b.me];
+    const i32* count = b.mine<i32>(b.p.expert_count);
+    const i32* start = b.mine<i32>(b.p.expert_start);
+    const Vec16 zero = {0, 0, 0, 0};
+    u32 turn = 0;
+    for (u32 j = 0; j < b.p.local_experts; j++) {
+        const i32 first = start[j] + count[j], end = start[j + 1];
+        // Gap rows are dealt out in turn.
+        for (i32 row = first + (i32)((worker + workers - turn) % workers); row < end; row += workers) {
+            Vec16* to = (Vec16*)(output + b.p.rows + (u64)row * b.p.row_bytes);
+            for (u32 i = b.lane; i < b.p.row_bytes / 16; i += 32) to[i] = zero;
+            for (u32 p = b.lane; p < b.p.scale_packs; p += 32) *scale_pack(b, output, row, p) = 0;
+            if (b.lane == 0 && b.p.weights) ((u32*)(output + b.p.row_weight))[row] = 0;
+        }
+        turn = (turn + (u32)(end - first)) % workers;
+    }
+}

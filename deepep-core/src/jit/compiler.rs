@@ -1,0 +1,191 @@
+//! From a program to machine code.
+
+use std::ffi::CString;
+use std::fmt;
+use std::path::Path;
+
+use sha2::{Digest, Sha256};
+
+use super::nvrtc::Nvrtc;
+use super::{Cache, JitError, Program, Resources};
+
+/// Architecture of a device, from its compute capability.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Arch {
+    major: u32,
+    minor: u32,
+}
+
+impl Arch {
+    /// Architecture of a device with compute capability `major.minor`.
+    pub const fn new(major: u32, minor: u32) -> Self {
+        Self { major, minor }
+    }
+
+    /// As NVRTC's number: 90 for 9.0.
+    fn number(self) -> i32 {
+        (self.major * 10 + self.minor) as i32
+    }
+}
+
+impl fmt::Display for Arch {
+    /// With the suffix for exactly this architecture from Hopper on, where instructions exist that later ones lack.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "sm_{}{}{}", self.major, self.minor, if self.major >= 9 { "a" } else { "" })
+    }
+}
+
+/// Machine code of one program for one architecture.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cubin {
+    image: Vec<u8>,
+    resources: Vec<Resources>,
+    compiled: bool,
+}
+
+impl Cubin {
+    /// The ELF image, as `cuModuleLoadData` and `cuLibraryLoadData` take it.
+    pub fn image(&self) -> &[u8] {
+        &self.image
+    }
+
+    /// Registers and local memory of its kernels. Empty if the image comes from the cache.
+    pub fn resources(&self) -> &[Resources] {
+        &self.resources
+    }
+
+    /// Whether it was compiled now, rather than read from the cache.
+    pub fn compiled(&self) -> bool {
+        self.compiled
+    }
+}
+
+/// Options of every compilation, beside the architecture.
+const OPTIONS: [&str; 2] = ["--std=c++17", "--ptxas-options=-v"];
+
+/// A compiler: NVRTC, found and opened.
+pub struct Compiler {
+    nvrtc: Nvrtc,
+}
+
+impl fmt::Debug for Compiler {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (major, minor) = self.version();
+        write!(f, "Compiler(NVRTC {major}.{minor}, {})", self.library().display())
+    }
+}
+
+impl Compiler {
+    /// Opens NVRTC: `path`, or the library that the environment variable [`NVRTC_ENV`](super::NVRTC_ENV) names, or one that is loaded
+    /// already, or the first that is found on the linker's path, in a CUDA installation, or in a Python environment.
+    ///
+    /// # Errors
+    /// [`JitError::NotFound`] with everything that was tried; [`JitError::Missing`] or [`JitError::TooOld`] for a library that can't be
+    /// used.
+    #[doc(alias = "nvrtcVersion")]
+    pub fn find(path: Option<&Path>) -> Result<Self, JitError> {
+        Ok(Self { nvrtc: Nvrtc::find(path)? })
+    }
+
+    /// NVRTC's version.
+    pub fn version(&self) -> (i32, i32) {
+        self.nvrtc.version()
+    }
+
+    /// The library.
+    pub fn library(&self) -> &Path {
+        self.nvrtc.library()
+    }
+
+    /// Compiles a program, without looking at any cache.
+    ///
+    /// # Errors
+    /// [`JitError::TooOld`] if this NVRTC doesn't know the architecture, [`JitError::Compile`] with the compiler's log if it refuses the
+    /// source.
+    #[doc(alias = "nvrtcCompileProgram")]
+    #[doc(alias = "nvrtcGetCUBIN")]
+    pub fn compile(&self, program: Program, arch: Arch) -> Result<Cubin, JitError> {
+        let (major, minor) = self.version();
+        if !self.nvrtc.supported()?.contains(&arch.number()) {
+            let library = self.library().into();
+            let what = format!("architecture {arch}");
+            return Err(JitError::TooOld { library, major, minor, need: "a newer", what });
+        }
+        let headers: Vec<_> =
+            program.headers().into_iter().map(|(n, t)| (c_string(n), c_string(&t))).collect();
+        let options: Vec<_> = options(arch).iter().map(|o| c_string(o)).collect();
+        let name = c_string(&format!("{}.cu", program.entry()));
+        let output = self.nvrtc.compile(&name, &c_string(program.source()), &headers, &options)?;
+        if output.status != 0 {
+            return Err(JitError::Compile {
+                program: program.entry(),
+                arch: arch.to_string(),
+                major,
+                minor,
+                code: output.status,
+                name: self.nvrtc.error_name(output.status),
+                log: output.log,
+            });
+        }
+        Ok(Cubin { image: output.image, resources: Resources::parse(&output.log), compiled: true })
+    }
+
+    /// Takes a program from the cache, or compiles it and puts it there. A cache that can't be read or written costs only time.
+    ///
+    /// # Errors
+    /// As [`compile`](Self::compile).
+    pub fn compile_cached(&self, program: Program, arch: Arch, cache: &Cache) -> Result<Cubin, JitError> {
+        let key = self.key(program, arch);
+        if let Some(image) = cache.get(&key) {
+            return Ok(Cubin { image, resources: Vec::new(), compiled: false });
+        }
+        let cubin = self.compile(program, arch)?;
+        cache.put(&key, &cubin.image);
+        Ok(cubin)
+    }
+
+    /// Everything the machine code depends on, as a file name.
+    fn key(&self, program: Program, arch: Arch) -> String {
+        let mut hash = Sha256::new();
+        let mut part = |bytes: &[u8]| {
+            hash.update((bytes.len() as u64).to_le_bytes());
+            hash.update(bytes);
+        };
+        let (major, minor) = self.version();
+        part(format!("nvrtc {major}.{minor}").as_bytes());
+        options(arch).iter().for_each(|o| part(o.as_bytes()));
+        part(program.source().as_bytes());
+        for (name, text) in program.headers() {
+            part(name.as_bytes());
+            part(text.as_bytes());
+        }
+        let digest = hash.finalize();
+        let mut key = format!("{}-{arch}-", program.entry());
+        digest.iter().for_each(|byte| key.push_str(&format!("{byte:02x}")));
+        key
+    }
+}
+
+fn options(arch: Arch) -> Vec<String> {
+    let mut all = vec![format!("--gpu-architecture={arch}")];
+    all.extend(OPTIONS.iter().map(|o| (*o).to_owned()));
+    all
+}
+
+/// Embedded sources and names have no NUL; one that had would end there and fail to compile.
+fn c_string(text: &str) -> CString {
+    let end = text.find('\0').unwrap_or(text.len());
+    CString::new(&text[..end]).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn architectures_are_exact() {
+        assert_eq!(Arch::new(9, 0).to_string(), "sm_90a");
+        assert_eq!(Arch::new(10, 0).to_string(), "sm_100a");
+        assert_eq!(Arch::new(8, 0).to_string(), "sm_80");
+    }
+}

@@ -1,0 +1,30 @@
+//! Kernels compiled at run time: sources embedded in the crate, NVRTC found when it is first needed, results kept on disk.
+//!
+//! A kernel is compiled for one exact architecture (`sm_90a`, `sm_100a`, …) into machine code, so that loading it later takes no
+//! compiler. The sources need no header besides their own: neither a CUDA toolkit nor an include path.
+//!
+//! ```no_run
+//! use deepep_core::jit::{Arch, Cache, Compiler, Program};
+//!
+//! let compiler = Compiler::find(None)?;
+//! let cache = Cache::default_location();
+//! let cubin = compiler.compile_cached(Program::Barrier, Arch::new(9, 0), &cache)?;
+//! println!("{} bytes", cubin.image().len());
+//! # Ok::<(), deepep_core::jit::JitError>(())
+//! ```
+
+mod cache;
+mod compiler;
+mod error;
+mod nvrtc;
+pub(crate) mod params;
+mod resources;
+mod search;
+mod source;
+
+pub use cache::Cache;
+pub use compiler::{Arch, Compiler, Cubin};
+pub use error::JitError;
+pub use nvrtc::NVRTC_ENV;
+pub use resources::Resources;
+pub use source::Program;

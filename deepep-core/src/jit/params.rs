@@ -1,0 +1,168 @@
+//! Arguments of the kernels, declared once for both sides.
+//!
+//! Addresses are as the launching device sees them; offsets count from the start of a heap, or of a slot where the name says so.
+
+use crate::layout::abi::device_struct;
+
+device_struct! {
+    /// The ranks, their heaps, and the cells of the workspace.
+    pub(crate) struct Domain {
+        /// Base of each rank's heap.
+        heap: u64[8],
+        /// The status block.
+        status: u64,
+        /// Longest wait in nanoseconds.
+        timeout_ns: u64,
+        totals: u64,
+        ready: u64,
+        done: u64,
+        started: u64,
+        arrived: u64,
+        barrier: u64,
+        abort: u64,
+        epochs: u64,
+        tickets: u64,
+        partials: u64,
+        chunks: u64,
+        reported: u64,
+        /// Cells of one rank in `totals` and of one block in `partials`.
+        cells: u32,
+        /// Cells of one set in `arrived`.
+        arrived_set: u32,
+        /// This rank.
+        rank: u32,
+        /// Ranks of the domain; kernels are compiled for it, too.
+        ranks: u32,
+    }
+}
+
+device_struct! {
+    /// Arguments of a barrier.
+    pub(crate) struct BarrierParams {
+        domain: Domain,
+    }
+}
+
+device_struct! {
+    /// Arguments of a dispatch.
+    pub(crate) struct DispatchParams {
+        domain: Domain,
+        /// Rows, scales, ids and weights of this rank's tokens; 0 where the call has none. `topk_idx` is 0 in a cached dispatch.
+        x: u64,
+        scales: u64,
+        topk_idx: u64,
+        weights: u64,
+        /// The caller's cumulative `i32[local_experts]`, or 0.
+        stats: u64,
+        /// Strides of the given scales, in packs.
+        scale_row_stride: i64,
+        scale_pack_stride: i64,
+        /// Strides of the received scales, in packs.
+        out_scale_row_stride: i64,
+        out_scale_pack_stride: i64,
+        /// Slot arrays in every heap.
+        outputs: u64,
+        output_stride: u64,
+        handles: u64,
+        handle_stride: u64,
+        /// Offsets in an output slot.
+        rows: u64,
+        out_scales: u64,
+        lane_weight: u64,
+        lane_expert: u64,
+        row_weight: u64,
+        /// Offsets in a handle slot.
+        source: u64,
+        lane_row: u64,
+        topk: u64,
+        sent_row: u64,
+        sent_index: u64,
+        own_row: u64,
+        counts: u64,
+        rank_psum: u64,
+        expert_start: u64,
+        expert_count: u64,
+        /// Count cells of the status block.
+        host_counts: u64,
+        /// Value of this rank's place cell and call cell.
+        place: u32,
+        call: u32,
+        tokens: u32,
+        max_tokens: u32,
+        lanes: u32,
+        experts: u32,
+        local_experts: u32,
+        row_bytes: u32,
+        scale_packs: u32,
+        /// Scales travel by bulk copies: contiguous multiples of 16 bytes on both sides.
+        scales_in_bulk: u32,
+        alignment: u32,
+        token_capacity: u32,
+        row_capacity: u32,
+        zero_padding: u32,
+        /// Number of the call in the cells of exact counts; 0 if nobody asks.
+        count_tag: u32,
+        /// Blocks that send; the others move rows inside the rank.
+        senders: u32,
+        /// Row warps of a block, and stages of a row warp.
+        row_warps: u32,
+        stages: u32,
+        stage_bytes: u32,
+        /// Eighths of a chunk that are drawn by ticket.
+        drawn: u32,
+        /// Offsets in the block's shared memory, behind the stages: control words; base and total of each count; starts of the local
+        /// experts; counts of each warp.
+        control: u32,
+        base: u32,
+        total: u32,
+        start: u32,
+        warp_counts: u32,
+        reserved: u32,
+    }
+}
+
+device_struct! {
+    /// Arguments of a combine.
+    pub(crate) struct CombineParams {
+        domain: Domain,
+        /// Rows that come in: one per received token, or per expanded row.
+        x: u64,
+        /// Weights that go back, or 0.
+        weights: u64,
+        /// Biases `[tokens]` rows each, or 0. The first is set if the second is.
+        bias0: u64,
+        bias1: u64,
+        /// Results: `[tokens]` rows, and `f32[tokens][lanes]` or 0.
+        out: u64,
+        out_weights: u64,
+        /// This rank's handle slot, an address.
+        handle: u64,
+        /// Offsets in the handle slot.
+        source: u64,
+        lane_row: u64,
+        topk: u64,
+        sent_row: u64,
+        own_row: u64,
+        rank_psum: u64,
+        /// Receive area of every heap.
+        receive: u64,
+        receive_stride: u64,
+        /// Offset of the weights in a set; rows are at its start.
+        receive_weights: u64,
+        tokens: u32,
+        max_tokens: u32,
+        lanes: u32,
+        local_experts: u32,
+        row_bytes: u32,
+        sets: u32,
+        /// Each lane has its own slot, rather than each peer.
+        by_lane: u32,
+        /// Sender warps of a block, and stages of a sender warp.
+        row_warps: u32,
+        stages: u32,
+        stage_bytes: u32,
+        /// Offset in the block's shared memory, behind the stages.
+        control: u32,
+        reserved: u32,
+    }
+}

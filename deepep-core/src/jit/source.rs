@@ -1,0 +1,227 @@
+//! The kernels' sources: embedded files, and one generated header with everything that Rust knows first.
+
+use std::fmt::Write as _;
+
+use super::params::{BarrierParams, CombineParams, DispatchParams, Domain};
+use crate::layout::{
+    CountsLayout, IndexWidth, MAX_BLOCKS, MAX_RANKS, MAX_TOPK, Operation, Phase, Placement, RecordKind,
+    STATUS_RECORD_BYTES, StatusRecord, Ticket, WorkspaceLayout,
+};
+
+/// A kernel, in one of the variants that are compiled separately. Sizes are arguments; what is fixed here changes the code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Program {
+    /// Barrier of all ranks.
+    Barrier {
+        /// Ranks of the domain.
+        ranks: usize,
+    },
+    /// Dispatch.
+    Dispatch {
+        /// Ranks of the domain.
+        ranks: usize,
+        /// Arrangement of received rows.
+        placement: Placement,
+        /// Width of expert ids.
+        index: IndexWidth,
+    },
+    /// Combine.
+    Combine {
+        /// Ranks of the domain.
+        ranks: usize,
+        /// Arrangement of the rows that come in.
+        placement: Placement,
+        /// Rows of a token are summed where they are before they travel.
+        reduce_first: bool,
+    },
+}
+
+/// Threads of a block of dispatch and combine.
+pub(crate) const THREADS: usize = 512;
+/// Threads of a barrier kernel's block.
+pub(crate) const BARRIER_THREADS: usize = 32;
+/// Shared memory of a dispatch block's control words.
+pub(crate) const DISPATCH_CONTROL_BYTES: usize = 3072;
+/// Shared memory of a combine block's control words.
+pub(crate) const COMBINE_CONTROL_BYTES: usize = 3584;
+
+macro_rules! embedded {
+    ($($name:literal),* $(,)?) => {
+        &[$(($name, include_str!(concat!("../../kernels/", $name)))),*]
+    };
+}
+
+/// Files that kernels include, by the name they include them by.
+const HEADERS: &[(&str, &str)] = embedded![
+    "arch/types.cuh",
+    "arch/ld_st.cuh",
+    "arch/fence.cuh",
+    "arch/mbarrier.cuh",
+    "arch/bulk.cuh",
+    "arch/time.cuh",
+    "arch/launch.cuh",
+    "arch/bf16.cuh",
+    "common/warp.cuh",
+    "comm/heap.cuh",
+    "comm/wait.cuh",
+    "comm/announce.cuh",
+    "ops/dispatch/block.cuh",
+    "ops/dispatch/count.cuh",
+    "ops/dispatch/tables.cuh",
+    "ops/dispatch/send.cuh",
+    "ops/dispatch/move.cuh",
+    "ops/combine/block.cuh",
+    "ops/combine/sum.cuh",
+    "ops/combine/send.cuh",
+    "ops/combine/reduce.cuh",
+];
+
+impl Program {
+    /// Name of the kernel's function.
+    pub const fn entry(&self) -> &'static str {
+        match self {
+            Self::Barrier { .. } => "deepep_barrier",
+            Self::Dispatch { .. } => "deepep_dispatch",
+            Self::Combine { .. } => "deepep_combine",
+        }
+    }
+
+    /// Ranks that the kernel is compiled for.
+    pub const fn ranks(&self) -> usize {
+        match *self {
+            Self::Barrier { ranks } | Self::Dispatch { ranks, .. } | Self::Combine { ranks, .. } => ranks,
+        }
+    }
+
+    /// Every kernel for a number of ranks.
+    pub fn all(ranks: usize) -> Vec<Self> {
+        let mut all = vec![Self::Barrier { ranks }];
+        for placement in [Placement::Plain, Placement::Expanded] {
+            for index in [IndexWidth::Bits32, IndexWidth::Bits64] {
+                all.push(Self::Dispatch { ranks, placement, index });
+            }
+        }
+        all.push(Self::Combine { ranks, placement: Placement::Plain, reduce_first: true });
+        for reduce_first in [true, false] {
+            all.push(Self::Combine { ranks, placement: Placement::Expanded, reduce_first });
+        }
+        all
+    }
+
+    /// Headers, by name.
+    pub(super) fn headers(&self) -> Vec<(&'static str, String)> {
+        let mut all: Vec<_> = HEADERS.iter().map(|&(name, text)| (name, text.to_owned())).collect();
+        all.push(("generated.cuh", self.generated()));
+        all
+    }
+
+    /// The source itself.
+    pub(super) const fn source(&self) -> &'static str {
+        match self {
+            Self::Barrier { .. } => include_str!("../../kernels/ops/barrier.cu"),
+            Self::Dispatch { .. } => include_str!("../../kernels/ops/dispatch.cu"),
+            Self::Combine { .. } => include_str!("../../kernels/ops/combine.cu"),
+        }
+    }
+
+    /// Constants and structs that exist once, in Rust.
+    fn generated(&self) -> String {
+        let (expanded, reduce_first, index_bits, threads) = match *self {
+            Self::Barrier { .. } => (false, true, 32, BARRIER_THREADS),
+            Self::Dispatch { placement, index, .. } => {
+                (placement == Placement::Expanded, true, index.bytes() * 8, THREADS)
+            }
+            Self::Combine { placement, reduce_first, .. } => {
+                let expanded = placement == Placement::Expanded;
+                (expanded, reduce_first || !expanded, 32, THREADS)
+            }
+        };
+        let mut text = String::from("#pragma once\n#include \"arch/types.cuh\"\n");
+        let mut line = |what: std::fmt::Arguments<'_>| {
+            // Writing to a String can't fail.
+            let _ = writeln!(text, "{what}");
+        };
+        line(format_args!("#define INDEX_BITS {index_bits}"));
+        line(format_args!("constexpr bool EXPANDED = {expanded}, REDUCE_FIRST = {reduce_first};"));
+        let numbers = [
+            ("RANKS", self.ranks()),
+            ("THREADS", threads),
+            ("MAX_RANKS", MAX_RANKS),
+            ("MAX_TOPK", MAX_TOPK),
+            ("MAX_BLOCKS", MAX_BLOCKS),
+            ("CELL_LINE", WorkspaceLayout::LINE),
+            ("CELL_CALL", WorkspaceLayout::CELL_CALL),
+            ("CELL_PLACE", WorkspaceLayout::CELL_PLACE),
+            ("CELL_COUNTS", WorkspaceLayout::CELL_COUNTS),
+            ("TICKET_SEND", Ticket::Send as usize),
+            ("TICKET_OWN", Ticket::Own as usize),
+            ("TICKET_INCOMING", Ticket::Incoming as usize),
+            ("TICKET_KINDS", Ticket::COUNT),
+            ("STATUS_RECORD_BYTES", STATUS_RECORD_BYTES),
+            ("RECORD_ABORT", RecordKind::Abort as usize),
+            ("RECORD_BAD_EXPERT", RecordKind::BadExpert as usize),
+            ("RECORD_DUPLICATE_EXPERT", RecordKind::DuplicateExpert as usize),
+            ("RECORD_CAPACITY", RecordKind::Capacity as usize),
+            ("HOST_RANK_PSUM", CountsLayout::RANK_PSUM),
+            ("HOST_EXPERT_COUNT", CountsLayout::EXPERT_COUNT),
+            ("DISPATCH_CONTROL_BYTES", DISPATCH_CONTROL_BYTES),
+            ("COMBINE_CONTROL_BYTES", COMBINE_CONTROL_BYTES),
+        ];
+        for (name, value) in numbers {
+            line(format_args!("constexpr u32 {name} = {value};"));
+        }
+        for (name, value) in Operation::NAMED.iter().chain(Phase::NAMED) {
+            line(format_args!("constexpr u32 {name} = {value};"));
+        }
+        let structs = [
+            ("StatusRecord", StatusRecord::CUDA, size_of::<StatusRecord>()),
+            ("Domain", Domain::CUDA, size_of::<Domain>()),
+            ("BarrierParams", BarrierParams::CUDA, size_of::<BarrierParams>()),
+            ("DispatchParams", DispatchParams::CUDA, size_of::<DispatchParams>()),
+            ("CombineParams", CombineParams::CUDA, size_of::<CombineParams>()),
+        ];
+        for (name, declaration, bytes) in structs {
+            line(format_args!("{declaration}static_assert(sizeof({name}) == {bytes}, \"{name}\");"));
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every `#include` names an embedded file, and every file is used: a forgotten one would only show on a machine with NVRTC.
+    #[test]
+    fn includes_are_complete() {
+        let program = Program::Barrier { ranks: 2 };
+        let headers = program.headers();
+        let mut used = std::collections::HashSet::new();
+        let sources = Program::all(2).into_iter().map(|p| (p.entry(), p.source().to_owned()));
+        for (name, text) in sources.chain(headers.iter().cloned()) {
+            for include in text.lines().filter_map(|l| l.strip_prefix("#include \"")) {
+                let include = include.trim_end_matches('"');
+                assert!(headers.iter().any(|(n, _)| *n == include), "{name} includes {include}");
+                used.insert(include.to_owned());
+            }
+        }
+        for (name, _) in &headers {
+            assert!(used.contains(*name), "{name} is not used");
+        }
+    }
+
+    #[test]
+    fn variants_differ_in_the_generated_header_only() {
+        let texts: std::collections::HashSet<_> =
+            Program::all(4).into_iter().map(|p| (p.entry(), p.generated())).collect();
+        assert_eq!(texts.len(), Program::all(4).len());
+        let text = Program::Dispatch { ranks: 3, placement: Placement::Expanded, index: IndexWidth::Bits64 }
+            .generated();
+        assert!(
+            text.contains("constexpr u32 RANKS = 3;") && text.contains("#define INDEX_BITS 64"),
+            "{text}"
+        );
+        assert!(text.contains("constexpr bool EXPANDED = true"), "{text}");
+        assert!(text.contains("    u64 heap[8];\n"), "{text}");
+    }
+}

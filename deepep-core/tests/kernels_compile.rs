@@ -1,0 +1,56 @@
+//! Every kernel compiles for every architecture we name, and keeps its values in registers. Needs NVRTC, but no GPU.
+
+use deepep_core::jit::{Arch, Cache, Compiler, JitError, Program};
+
+fn compiler() -> Option<Compiler> {
+    match Compiler::find(None) {
+        Ok(compiler) => Some(compiler),
+        Err(error @ JitError::NotFound { .. }) => {
+            eprintln!("skipped: {error}");
+            None
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+#[test]
+fn all_kernels_compile_without_local_memory() {
+    let Some(compiler) = compiler() else { return };
+    eprintln!("{compiler:?}");
+    for arch in [Arch::new(9, 0), Arch::new(10, 0)] {
+        for program in [1, 2, 8].into_iter().flat_map(Program::all) {
+            let cubin = compiler.compile(program, arch).unwrap_or_else(|e| panic!("{e}"));
+            assert_eq!(&cubin.image()[..4], b"\x7fELF");
+            let kernel = &cubin.resources()[0];
+            eprintln!("{arch} {program:?}: {} registers, {} B", kernel.registers, cubin.image().len());
+            assert_eq!(kernel.kernel, program.entry());
+            assert!(
+                cubin.resources().iter().all(|k| k.in_registers()),
+                "{program:?}: {:?}",
+                cubin.resources()
+            );
+        }
+    }
+}
+
+#[test]
+fn a_second_compilation_comes_from_the_cache() {
+    let Some(compiler) = compiler() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let cache = Cache::at(dir.path());
+    let (program, arch) = (Program::Barrier { ranks: 2 }, Arch::new(9, 0));
+    let first = compiler.compile_cached(program, arch, &cache).unwrap();
+    let second = compiler.compile_cached(program, arch, &cache).unwrap();
+    assert!(first.compiled() && !second.compiled());
+    assert_eq!(first.image(), second.image());
+    let other = compiler.compile_cached(Program::Barrier { ranks: 3 }, arch, &cache).unwrap();
+    assert!(other.compiled());
+}
+
+#[test]
+fn an_architecture_that_does_not_exist_is_an_error() {
+    let Some(compiler) = compiler() else { return };
+    let error = compiler.compile(Program::Barrier { ranks: 2 }, Arch::new(42, 0)).unwrap_err();
+    assert!(matches!(error, JitError::TooOld { .. }), "{error}");
+    assert!(error.to_string().contains("sm_420a"), "{error}");
+}

@@ -27,11 +27,11 @@ DEVICE void finish_plain(const Block& b) {
     }
 }
 
-DEVICE void run_sender(Block& b) {
+// Whether this warp has rows left to move afterwards.
+DEVICE bool run_sender(const Block& b, Ring& ring) {
     const TokenLanes lanes(b.lane, b.p.lanes);
     const Share share(b);
     const bool carries = b.warp < b.p.row_warps;
-    Ring ring(b);
     Sender sender(b, ring);
 
     Items items;
@@ -63,17 +63,13 @@ DEVICE void run_sender(Block& b) {
     __syncthreads();
     if (failed) {
         if (carries) ring.drain(b);
-        return;
+        return false;
     }
     if (threadIdx.x == 0) arch::st_release_gpu(b.chunk_cell(blockIdx.x), pack_cell(b.epoch, b.control.over));
 
     if (carries) {
         arch::fence_proxy();
         sender.run();
-        if (EXPANDED) {
-            Mover mover(b, ring);
-            mover.run(false);
-        }
     } else {
         const bool announces = EXPANDED && b.warp == b.p.row_warps;
         if (announces) announce(b.control.mail, b.p.row_warps, b.epoch, [&](u32 r) { return cell32(b.d, r, b.d.ready); });
@@ -85,6 +81,7 @@ DEVICE void run_sender(Block& b) {
         __syncthreads();
         finish_plain(b);
     }
+    return EXPANDED && carries;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const __grid_constant__ DispatchParams p) {
@@ -113,13 +110,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
             if (threadIdx.x < TICKET_KINDS)
                 *(u32*)((u8*)b.ticket(threadIdx.x) + (b.parity() ? -1 : 1) * (i32)(TICKET_KINDS * CELL_LINE)) = 0;
         }
-        if (blockIdx.x < p.senders) {
-            run_sender(b);
-        } else if (b.warp < p.row_warps) {
-            Ring ring(b);
+        Ring ring(b);
+        const bool sends = blockIdx.x < p.senders;
+        const bool moves = sends ? run_sender(b, ring) : b.warp < p.row_warps;
+        if (moves) {
             Mover mover(b, ring);
-            mover.prefetch();
-            mover.run(true);
+            if (!sends) mover.prefetch();
+            mover.run(!sends);
         }
     }
     __syncthreads();

@@ -165,13 +165,10 @@ struct Sender {
         i32 row = -1;
         if (lanes >> b.lane & 1) row = b.handle<i32>(b.p.lane_row)[(u64)index * b.p.lanes + b.lane];
         send_weight(peer, token, lanes, row < 0 ? 0 : row);
-        if (REDUCE_FIRST) {
-            if (__popc(lanes) > 1) return send_sum(row, lanes, peer, shared);
-            return send_row(b.x_row(warp::get(row, highest(lanes))), peer, shared);
-        }
+        if (REDUCE_FIRST && __popc(lanes) > 1) return send_sum(row, lanes, peer, shared);
         for (u32 rest = lanes; rest; rest &= rest - 1) {
             const u32 k = __ffs(rest) - 1;
-            if (!send_row(b.x_row(warp::get(row, k)), peer, b.cell(k, token))) return false;
+            if (!send_row(b.x_row(warp::get(row, k)), peer, REDUCE_FIRST ? shared : b.cell(k, token))) return false;
             flush_weight();
         }
         return true;

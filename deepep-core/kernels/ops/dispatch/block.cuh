@@ -8,7 +8,7 @@
 constexpr u32 STAGE_LANES = 8;
 constexpr u32 MAX_STAGES = 32 / STAGE_LANES;
 // Steps of a warp whose ids and weights are loaded before the first use.
-constexpr u32 AHEAD = 8;
+constexpr u32 AHEAD = EXPANDED ? 4 : 8;
 
 struct Control {
     u64 bars[WARPS][MAX_STAGES];

@@ -50,24 +50,26 @@ DEVICE void load_items(const Block& b, const TokenLanes& l, const Share& share, 
     }
 }
 
-__device__ __noinline__ void report_expert(const Block& b, u32 kind, u32 token, u32 k, i32 expert) {
+// Not inlined: rare. Takes no Block, which would have to lie in memory for it.
+__device__ __noinline__ void report_expert(const DispatchParams& p, u32 epoch, u32 kind, u32 token, u32 k) {
     // One record a kind and epoch is enough.
-    if (arch::exchange_gpu(cell32(b.d, b.me, b.d.reported) + kind, b.epoch) == b.epoch) return;
+    const u32 me = p.domain.rank;
+    if (arch::exchange_gpu(cell32(p.domain, me, p.domain.reported) + kind, epoch) == epoch) return;
     StatusRecord r = {};
-    r.sequence = b.epoch;
+    r.sequence = epoch;
     r.operation = OPERATION_DISPATCH;
-    r.rank = b.me;
+    r.rank = me;
     r.block = blockIdx.x;
     r.index = token;
     r.lane = k;
-    r.expected = b.p.experts;
-    const u64 at = (u64)token * b.p.lanes + k;
+    r.expected = p.experts;
+    const u64 at = (u64)token * p.lanes + k;
 #if INDEX_BITS == 64
-    r.seen = (u64)((const i64*)b.p.topk_idx)[at];
+    r.seen = (u64)((const i64*)p.topk_idx)[at];
 #else
-    r.seen = (u64)(i64)((const i32*)b.p.topk_idx)[at];
+    r.seen = (u64)(i64)((const i32*)p.topk_idx)[at];
 #endif
-    write_record(b.d, kind, r);
+    write_record(p.domain, kind, r);
 }
 
 DEVICE u32 same_expert(i32 expert, u32 lane) { return warp::match(expert >= 0 ? (u32)expert : 0x40000000u | lane); }
@@ -93,9 +95,9 @@ DEVICE void count_tokens(const Block& b, const TokenLanes& l, const Share& share
         if (step < AHEAD) e = select(items.expert, step);
         else if (in) e = load_expert(b, t, l.k);
         u32 same = same_expert(e, b.lane);
-        if (e == -2) report_expert(b, RECORD_BAD_EXPERT, t, l.k, e);
+        if (e == -2) report_expert(b.p, b.epoch, RECORD_BAD_EXPERT, t, l.k);
         const bool twice = e >= 0 && (same & l.mask & warp::below(b.lane));
-        if (twice) report_expert(b, RECORD_DUPLICATE_EXPERT, t, l.k, e);
+        if (twice) report_expert(b.p, b.epoch, RECORD_DUPLICATE_EXPERT, t, l.k);
         if (e < 0 || twice) e = -1;
 #pragma unroll
         for (u32 j = 0; j < AHEAD; j++)
@@ -130,7 +132,7 @@ DEVICE void sum_blocks(const Block& b) {
         arch::st_relaxed_gpu(b.partials(c) + q, pack_cell(b.epoch, sum));
     }
     for (u32 q = threadIdx.x; q < b.counts; q += THREADS) {
-        constexpr u32 BATCH = 16;
+        constexpr u32 BATCH = 8;
         u32 before = 0, all = 0;
         for (u32 first = 0; first < n; first += BATCH) {
             u64 v[BATCH];

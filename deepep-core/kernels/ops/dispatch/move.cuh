@@ -96,17 +96,18 @@ struct Mover {
         const u64 output = b.control.output[b.me];
         const i32 from = warp::get(first_row, s * STAGE_LANES);
         const u32* given = (const u32*)source_scales(b, t < 0 ? 0 : t);
-        for (u32 k = 0; k < (EXPANDED ? b.p.lanes : 1); k++) {
-            i32 mine = rows[0];
+        // Constant indices only: `rows` must stay in registers.
 #pragma unroll
-            for (u32 i = 1; i < ROWS; i++)
-                if (k / STAGE_LANES == i) mine = rows[i];
-            const i32 row = warp::get(mine, s * STAGE_LANES + k % STAGE_LANES);
-            if (row < 0) continue;
-            for (u32 p = b.lane; p < b.p.scale_packs; p += 32) {
-                const u32 v = t >= 0 ? arch::ld_stream(given + (i64)p * b.p.scale_pack_stride)
-                                     : arch::ld_received(scale_pack(b, output, from, p));
-                *scale_pack(b, output, row, p) = v;
+        for (u32 i = 0; i < (EXPANDED ? ROWS : 1); i++) {
+#pragma unroll 1
+            for (u32 j = 0; j < STAGE_LANES; j++) {
+                const i32 row = warp::get(rows[i], s * STAGE_LANES + j);
+                if (row < 0) continue;
+                for (u32 p = b.lane; p < b.p.scale_packs; p += 32) {
+                    const u32 v = t >= 0 ? arch::ld_stream(given + (i64)p * b.p.scale_pack_stride)
+                                         : arch::ld_received(scale_pack(b, output, from, p));
+                    *scale_pack(b, output, row, p) = v;
+                }
             }
         }
     }

@@ -67,7 +67,7 @@ impl Own {
     fn create(cuda: &Cuda, request: &Request) -> Result<Self> {
         let size = request.device_bytes.next_multiple_of(HEAP_ALIGNMENT);
         let device = Properties::device(request.device).shareable();
-        let node = cuda.device(request.device)?.host_numa_node().unwrap_or(0);
+        let node = cuda.device(request.device)?.host_numa_node()?.unwrap_or(0);
         let host = match request.host_bytes {
             0 => None,
             bytes if bytes.is_multiple_of(HEAP_ALIGNMENT) => {

@@ -6,7 +6,7 @@ use super::Rank;
 use super::memory::{Rows, Table};
 use crate::backend::{Counts, DispatchCall, Phase, Positions, Problem, calls_differ};
 use crate::error::{Error, Result};
-use crate::layout::{DispatchShape, HandleLayout, IndexWidth, Placement, align_up};
+use crate::layout::{DispatchShape, HandleLayout, IndexWidth, Placement, WorkspaceLayout, align_up};
 use crate::tensor::{DType, TensorRef};
 
 /// Slots that a rank has named in its place cell, and its number of sending blocks.
@@ -113,7 +113,7 @@ impl<'a> Destination<'a> {
 struct Sent<'a> {
     topk: Table<'a, i32>,
     row: Table<'a, i32>,
-    slot: Table<'a, i32>,
+    index: Table<'a, i32>,
     own_row: Table<'a, i32>,
 }
 
@@ -158,7 +158,7 @@ pub(super) fn run(
     let sent = Sent {
         topk: rank.own().table(handle(call.handle.topk), n * k)?,
         row: rank.own().table(handle(call.handle.sent_row), n * shape.ranks)?,
-        slot: rank.own().table(handle(call.handle.sent_slot), if_expanded(n * shape.ranks))?,
+        index: rank.own().table(handle(call.handle.sent_index), if_expanded(n * shape.ranks))?,
         own_row: rank.own().table(handle(call.handle.own_row), if_expanded(n * k))?,
     };
 
@@ -240,15 +240,14 @@ fn exchange(
     counts: Option<&[u32]>,
 ) -> Result<Vec<Place>> {
     let word = |value: u32| u64::from(epoch) << 32 | u64::from(value);
-    let call_cell = call.shape.experts + call.shape.ranks;
-    let place_cell = call_cell + 1;
+    let (call_cell, place_cell) = (WorkspaceLayout::CELL_CALL, WorkspaceLayout::CELL_PLACE);
     for area in &rank.areas {
         let store = |index, value, order| -> Result<()> {
             area.cell64(cell(rank, epoch, rank.me, index))?.store(word(value), order);
             Ok(())
         };
         for (q, &value) in counts.unwrap_or_default().iter().enumerate() {
-            store(q, value, Ordering::Relaxed)?;
+            store(WorkspaceLayout::CELL_COUNTS + q, value, Ordering::Relaxed)?;
         }
         store(call_cell, call.digest, Ordering::Relaxed)?;
         store(place_cell, Place::encode(call.output_slot, call.handle_slot), Ordering::Release)?;
@@ -268,6 +267,7 @@ fn exchange(
 /// Phase 2, second half: every rank's counts.
 fn gather(rank: &Rank<'_>, shape: &DispatchShape, epoch: u32) -> Result<Totals> {
     let read = |source, index| {
+        let index = WorkspaceLayout::CELL_COUNTS + index;
         let cell = rank.own().cell64(cell(rank, epoch, source, index))?;
         rank.waits.value(cell, epoch, Phase::DispatchCounts, source).map(|n| n as usize)
     };
@@ -370,8 +370,7 @@ fn send(
     let x = Rows::of(&call.x);
     let weights = call.topk_weights.as_ref().map(|w| Table::<f32>::of(w));
 
-    // First free token slot for each destination, and first free row of each expert.
-    let mut next_slot = vec![0; ranks];
+    // Next token index at each destination, and next row of each expert.
     let mut next_row = vec![0; shape.experts];
     if let (Some(totals), true) = (totals, expanded) {
         for d in 0..ranks {
@@ -382,7 +381,7 @@ fn send(
             }
         }
     }
-    let token_base: Vec<usize> = match totals {
+    let mut next_index: Vec<usize> = match totals {
         Some(totals) => (0..ranks).map(|d| (0..me).map(|s| totals.tokens[s][d]).sum()).collect(),
         None => destinations.iter().map(|to| to.token_base(me)).collect::<Result<_>>()?,
     };
@@ -404,14 +403,13 @@ fn send(
                 if totals.is_some() {
                     sent.row.set(at, -1)?;
                     if expanded {
-                        sent.slot.set(at, -1)?;
+                        sent.index.set(at, -1)?;
                     }
                 }
                 continue;
             }
-            let slot = next_slot[d];
-            next_slot[d] += 1;
-            let index = token_base[d] + slot;
+            let index = next_index[d];
+            next_index[d] += 1;
             if totals.is_some() {
                 for (lane, row) in lane_rows.iter_mut().enumerate() {
                     *row = -1;
@@ -430,7 +428,7 @@ fn send(
                             sent.own_row.set(token * k + lane, row)?;
                         }
                     }
-                    sent.slot.set(at, slot as i32)?;
+                    sent.index.set(at, index as i32)?;
                     sent.row.set(at, lane_rows[mask.trailing_zeros() as usize])?;
                 } else {
                     sent.row.set(at, index as i32)?;
@@ -450,7 +448,7 @@ fn send(
                 copy_scales(shape, scales, token, &to.scales, row)?;
             }
             if expanded {
-                let flag = w.ready + (me * shape.max_tokens + slot) * 4;
+                let flag = w.ready + index * 4;
                 rank.areas[d].cell32(flag)?.store(epoch, Ordering::Release);
             }
         }
@@ -505,7 +503,7 @@ fn receive(
     let mut first = 0;
     for (s, &end) in counts.rank_prefix.iter().enumerate() {
         for index in first..end {
-            let flag = rank.own().cell32(w.ready + (s * shape.max_tokens + index - first) * 4)?;
+            let flag = rank.own().cell32(w.ready + index * 4)?;
             rank.waits.equal(flag, epoch, Phase::DispatchRows, s)?;
             let mut first_row = None;
             for lane in 0..k {

@@ -5,7 +5,7 @@ use crate::memory::access::{Accessor, Need};
 use crate::memory::raw;
 use crate::memory::space::{Cover, Kind};
 use crate::status::{Outcome, array, code, lock, put, read, require};
-use crate::stream::{Op, Source, Stream};
+use crate::stream::{Op, Source, Stream, Whose};
 use cuda_vmm_sys::ffi::{c_uchar, c_uint, c_void};
 use cuda_vmm_sys::{CUcontext, CUdeviceptr, CUmemcpyAttributes_v1, CUmemcpySrcAccessOrder, CUstream};
 use std::sync::Arc;
@@ -21,19 +21,15 @@ struct End {
 }
 
 impl Core {
-    /// Checks one end of a copy. Returns whether it is pageable memory of the host.
-    fn check_end(&self, end: End, length: u64, need: Need) -> Outcome<bool> {
-        let space = read(&self.space);
-        match space.cover(end.address, length)? {
-            Cover::Ranges(_) => {
-                space.check(end.address, length, Accessor::Device(end.device), need)?;
-                Ok(false)
-            }
-            Cover::Unknown => {
-                require(!end.known && end.address != 0 && raw::is_mapped(end.address, length))?;
-                Ok(true)
-            }
+    /// Checks one end of a copy, and says whose memory it is.
+    fn check_end(&self, end: End, length: u64, need: Need) -> Outcome<Whose> {
+        let who = Accessor::Device(end.device);
+        if read(&self.space).check(end.address, length, who, need)? {
+            return Ok(Whose::Driver(who));
         }
+        // Pageable memory of the host: nobody can tell whether it may be read or written, but it must be there.
+        require(!end.known && end.address != 0 && raw::is_mapped(end.address, length))?;
+        Ok(Whose::Caller)
     }
 
     fn copy(self: &Arc<Self>, stream: &Arc<Stream>, to: End, from: End, length: usize) -> Outcome {
@@ -41,9 +37,9 @@ impl Core {
         if length == 0 {
             return Ok(());
         }
-        let to_pageable = self.check_end(to, length as u64, Need::Write)?;
-        let from_pageable = self.check_end(from, length as u64, Need::Read)?;
-        let source = if from_pageable {
+        let to_for = self.check_end(to, length as u64, Need::Write)?;
+        let from_for = self.check_end(from, length as u64, Need::Read)?;
+        let source = if from_for == Whose::Caller {
             let mut bytes = Vec::<u8>::new();
             bytes.try_reserve_exact(length).map_err(|_| code::OUT_OF_MEMORY)?;
             // SAFETY: the caller of the copy gave this range of its own memory to be read during the call; `bytes` has room for it.
@@ -55,17 +51,9 @@ impl Core {
         } else {
             Source::Address(from.address)
         };
-        let ticket = stream.submit(
-            self,
-            Op::Copy {
-                to: to.address,
-                to_for: Accessor::Device(to.device),
-                from: source,
-                from_for: Accessor::Device(from.device),
-                length: length as u64,
-            },
-        )?;
-        if to_pageable {
+        let op = Op::Copy { to: to.address, to_for, from: source, from_for, length: length as u64 };
+        let ticket = stream.submit(self, op)?;
+        if to_for == Whose::Caller {
             // As the driver: a copy into pageable memory is over when the call returns.
             stream.await_ticket(self, ticket);
             stream.poison.check()?;
@@ -87,7 +75,7 @@ impl Core {
                     }
                     _ => {}
                 }
-                space.check(address, length, Accessor::Device(stream.device), Need::Write)
+                space.check(address, length, Accessor::Device(stream.device), Need::Write).map(drop)
             }
             _ => Err(code::INVALID_VALUE),
         }

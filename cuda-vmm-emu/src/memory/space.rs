@@ -123,11 +123,11 @@ impl Space {
         }
     }
 
-    /// Checks that `who` may access `length` bytes. Memory that the driver does not know is the caller's affair.
-    pub(crate) fn check(&self, address: u64, length: u64, who: Accessor, need: Need) -> Outcome {
+    /// Checks that `who` may access `length` bytes. `false` if the driver knows nothing about them.
+    pub(crate) fn check(&self, address: u64, length: u64, who: Accessor, need: Need) -> Outcome<bool> {
         match self.cover(address, length)? {
-            Cover::Unknown => Ok(()),
-            Cover::Ranges(ranges) if ranges.iter().all(|(_, range)| range.allows(who, need)) => Ok(()),
+            Cover::Unknown => Ok(false),
+            Cover::Ranges(ranges) if ranges.iter().all(|(_, range)| range.allows(who, need)) => Ok(true),
             Cover::Ranges(_) => Err(code::INVALID_VALUE),
         }
     }

@@ -9,7 +9,8 @@ mod op;
 mod value;
 
 pub(crate) use event::Event;
-pub(crate) use op::{Op, Source, Waiting};
+use op::Waiting;
+pub(crate) use op::{Op, Source, Whose};
 
 use crate::context::Poison;
 use crate::core::{Core, fresh_handle};

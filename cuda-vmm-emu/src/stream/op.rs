@@ -18,6 +18,15 @@ pub(crate) enum Source {
     Bytes(Vec<u8>),
 }
 
+/// Whose memory an end of a copy is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Whose {
+    /// The driver's, used by this accessor.
+    Driver(Accessor),
+    /// The caller's own, which it keeps until the copy is done.
+    Caller,
+}
+
 /// When a wait for a value ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Waiting {
@@ -31,7 +40,7 @@ pub(crate) enum Waiting {
 /// One operation. Addresses are checked again when it runs: what was mapped may have been unmapped since.
 #[derive(Debug)]
 pub(crate) enum Op {
-    Copy { to: u64, to_for: Accessor, from: Source, from_for: Accessor, length: u64 },
+    Copy { to: u64, to_for: Whose, from: Source, from_for: Whose, length: u64 },
     Set8 { to: u64, value: u8, count: u64, who: Accessor },
     Set32 { to: u64, value: u32, count: u64, who: Accessor },
     Write { to: u64, value: u64, wide: bool, who: Accessor },
@@ -101,11 +110,11 @@ impl Op {
         match self {
             Self::Copy { to, to_for, from, from_for, length } => {
                 let space = read(&core.space);
-                check(&space, *to, *length, *to_for, Need::Write)?;
+                check_end(&space, *to, *length, *to_for, Need::Write)?;
                 let source = match from {
                     Source::Bytes(bytes) => bytes.as_ptr(),
                     Source::Address(address) => {
-                        check(&space, *address, *length, *from_for, Need::Read)?;
+                        check_end(&space, *address, *length, *from_for, Need::Read)?;
                         *address as *const u8
                     }
                 };
@@ -180,7 +189,17 @@ impl Waiting {
 
 /// The check of an operation that runs: memory that has gone since it was submitted is an illegal address.
 fn check(space: &Space, address: u64, length: u64, who: Accessor, need: Need) -> Outcome {
-    space.check(address, length, who, need).map_err(|_| code::ILLEGAL_ADDRESS)
+    match space.check(address, length, who, need) {
+        Ok(true) => Ok(()),
+        Ok(false) | Err(_) => Err(code::ILLEGAL_ADDRESS),
+    }
+}
+
+fn check_end(space: &Space, address: u64, length: u64, whose: Whose, need: Need) -> Outcome {
+    match whose {
+        Whose::Driver(who) => check(space, address, length, who, need),
+        Whose::Caller => Ok(()),
+    }
 }
 
 fn load(core: &Core, at: u64, wide: bool, who: Accessor) -> Outcome<u64> {

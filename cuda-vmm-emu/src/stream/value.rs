@@ -3,7 +3,6 @@
 use super::{Op, Stream, Waiting};
 use crate::core::Core;
 use crate::memory::access::{Accessor, Need};
-use crate::memory::space::Cover;
 use crate::status::{Outcome, array, code, read, require};
 use cuda_vmm_sys::ffi::c_uint;
 use cuda_vmm_sys::{
@@ -24,10 +23,8 @@ impl Core {
             return Err(code::NOT_SUPPORTED);
         }
         require(address.is_multiple_of(size))?;
-        let space = read(&self.space);
         // Pageable memory of the host is out of a device's reach.
-        require(matches!(space.cover(address, size)?, Cover::Ranges(_)))?;
-        space.check(address, size, Accessor::Device(stream.device), need)
+        require(read(&self.space).check(address, size, Accessor::Device(stream.device), need)?)
     }
 
     fn write_op(&self, stream: &Stream, address: u64, value: u64, wide: bool, flags: c_uint) -> Outcome<Op> {

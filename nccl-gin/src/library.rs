@@ -35,7 +35,7 @@ pub(crate) fn failure(
 fn last_error(nccl: &Nccl) -> String {
     // SAFETY: the communicator is not used for the answer; null is what the function's documentation names for "any".
     let text = unsafe { nccl.ncclGetLastError(ptr::null_mut::<nccl_gin_sys::ncclComm>() as ncclComm_t) };
-    text.map_or(String::new(), |text| to_line(text))
+    text.map_or(String::new(), to_line)
 }
 
 /// A C string of the library's as one line; empty for null.

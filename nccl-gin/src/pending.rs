@@ -44,7 +44,7 @@ impl<T> Pending<T> {
         let ticket = crate::group::ticket();
         {
             let mut used = inner.lock();
-            if !used.free_for(ticket.as_ref()) {
+            if used.state == State::Alive && !used.free_for(ticket.as_ref()) {
                 return Err(Error::Busy { attempt });
             }
             // A call that fails at once writes nothing later: `finish`, and what it owns, may go.

@@ -27,6 +27,10 @@ impl Communicator {
     /// As for [`Communicator::close`].
     pub fn close_within(self, timeout: Duration) -> Result<(), NotClosed> {
         let inner = Arc::clone(&self.inner);
+        if !inner.is_alive() {
+            let error = Error::Gone { attempt: format!("closing {}", inner.name()) };
+            return Err(NotClosed { error, communicator: None });
+        }
         if let Err(error) = ready_to_close(&inner) {
             return Err(NotClosed { error, communicator: Some(self) });
         }

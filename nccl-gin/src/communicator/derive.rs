@@ -14,6 +14,7 @@ use nccl_gin_sys::{
     ncclResult_t, ncclUniqueId,
 };
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
@@ -301,6 +302,9 @@ fn grow(
     let output = Owned(Output::new(config, nccl)?);
     let id = id.map(|id| id.to_raw());
     let (done, ended) = mpsc::channel();
+    // Set by whoever comes first: the thread with an answer, or the caller who gives up.
+    let fate = Arc::new(AtomicBool::new(false));
+    let thread_fate = Arc::clone(&fate);
     let (thread_nccl, thread_device, thread_parent) = (nccl.clone(), device.clone(), parent.clone());
     let worker = thread::Builder::new().name("nccl-grow".into()).spawn(move || {
         let result = thread_device.enter().and_then(|_current| {
@@ -315,7 +319,7 @@ fn grow(
             };
             Ok(result?)
         });
-        if let Err(mpsc::SendError((_, output))) = done.send((result, output)) {
+        if thread_fate.swap(true, Ordering::AcqRel) {
             // Nobody waits any more: what came after all is stopped, upon which NCCL writes to the output no longer.
             // SAFETY: the call has returned, and this thread alone has its output.
             let comm = unsafe { (*output.0).comm };
@@ -325,9 +329,17 @@ fn grow(
                 // SAFETY: the new communicator is known to this thread alone.
                 unsafe { thread_nccl.ncclCommAbort(comm) }.ok();
             }
+            return;
         }
+        // Ahead of the answer: who gets it may rely on nothing being held here.
+        drop((thread_nccl, thread_device, thread_parent));
+        let _ = done.send((result, output));
     });
-    let received = worker.ok().and_then(|_| ended.recv_timeout(timeout).ok());
+    let mut received = worker.ok().and_then(|_| ended.recv_timeout(timeout).ok());
+    if received.is_none() && fate.swap(true, Ordering::AcqRel) {
+        // The answer came at the last moment: it is being sent.
+        received = ended.recv().ok();
+    }
     let Some((result, output)) = received else {
         // A new rank has nothing to abort: its thread goes on alone.
         let aborted = parent.is_some_and(|parent| parent.abort());

@@ -105,6 +105,18 @@ impl From<EncodedConfig> for EncodedConfigOwner {
     }
 }
 
+/// A communicator on its way to another thread.
+struct SentComm(ncclComm_t);
+
+// SAFETY: NCCL's communicators may be used from any thread, one call at a time.
+unsafe impl Send for SentComm {}
+
+impl SentComm {
+    fn get(&self) -> ncclComm_t {
+        self.0
+    }
+}
+
 // SAFETY: NCCL's communicators may be used from any thread, one call at a time: all calls are made under `lock`.
 unsafe impl Send for Inner {}
 // SAFETY: as above.
@@ -201,7 +213,7 @@ impl Inner {
     }
 
     /// Stops what is under way and gives back what is local, without the other ranks. Whether that ended in time.
-    pub(crate) fn abort(self: &Arc<Self>) -> bool {
+    pub(crate) fn abort(&self) -> bool {
         let ended = self.end(|nccl, comm| {
             // SAFETY: the handle was alive, and nobody else uses it from here on: its state says so.
             unsafe { nccl.ncclCommAbort(comm) }
@@ -212,7 +224,7 @@ impl Inner {
 
     /// Makes the last call on the handle, on a thread of its own, and waits for it for a limited time: what it returned, or `None` if it
     /// did not end. `None` without making it if the handle has seen its last call already.
-    pub(crate) fn end<F>(self: &Arc<Self>, call: F) -> Option<Option<ncclResult_t>>
+    pub(crate) fn end<F>(&self, call: F) -> Option<Option<ncclResult_t>>
     where
         F: FnOnce(&Nccl, ncclComm_t) -> Result<ncclResult_t, Box<MissingFunction>> + Send + 'static,
     {
@@ -225,16 +237,21 @@ impl Inner {
             used.state = State::Stuck;
         }
         let (done, ended) = mpsc::channel();
-        let inner = Arc::clone(self);
+        let (nccl, device, comm) = (self.nccl.clone(), self.device.clone(), SentComm(self.raw));
         let thread = thread::Builder::new().name("nccl-end".into()).spawn(move || {
-            let Ok(_current) = inner.device.enter() else { return };
-            if let Ok(result) = call(&inner.nccl, inner.raw) {
-                inner.lock().state = State::Gone;
+            let result = device.enter().ok().and_then(|_current| call(&nccl, comm.get()).ok());
+            // Ahead of the answer: who gets it may rely on nothing being held here.
+            drop((nccl, device));
+            if let Some(result) = result {
                 // The receiver may have given up waiting.
                 let _ = done.send(result);
             }
         });
-        Some(thread.ok().and_then(|_| ended.recv_timeout(LOCAL_LIMIT).ok()))
+        let result = thread.ok().and_then(|_| ended.recv_timeout(LOCAL_LIMIT).ok());
+        if result.is_some() {
+            self.lock().state = State::Gone;
+        }
+        Some(result)
     }
 
     /// Keeps something that was dropped instead of closed.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use deepep_core::layout::{IndexWidth, Placement, ScaleOrder};
+use deepep_core::layout::{IndexWidth, ScaleOrder};
 use deepep_core::tensor::{DType, TensorMut, TensorRef};
 use deepep_core::{
     BackendKind, CombineArgs, Config, DispatchArgs, Dispatched, ElasticBuffer, Error, Handle, Reduction,

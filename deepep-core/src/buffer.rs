@@ -16,7 +16,7 @@ use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::handle::{Dispatched, Handle, SlotKind, Slots};
 use crate::layout::{HeapLayout, IndexWidth, ScaleOrder};
-use crate::ops::{CombineArgs, DispatchArgs};
+use crate::ops::{CombineArgs, DispatchArgs, require_order};
 use crate::stream::{Event, EventRef, StreamRef};
 use crate::symmetric::{self, Heap, Request};
 use crate::tensor::DType;
@@ -190,7 +190,9 @@ impl ElasticBuffer {
         after: Option<EventRef<'_>>,
     ) -> Result<Event> {
         self.check()?;
-        let outcome = self.shared.backend.barrier(Order { stream, after }).map(Ok);
+        let order = Order { stream, after };
+        require_order(&*self.shared.backend, &order)?;
+        let outcome = self.shared.backend.barrier(order).map(Ok);
         self.settle(outcome)
     }
 

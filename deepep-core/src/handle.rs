@@ -3,11 +3,12 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::backend::Counts;
+use crate::backend::{Copy2d, Counts, Order};
 use crate::buffer::Shared;
 use crate::layout::{DispatchShape, HandleLayout, OutputLayout, Placement};
-use crate::stream::Event;
-use crate::tensor::{DType, TensorRef};
+use crate::ops::{require_order, require_space};
+use crate::stream::{Event, StreamRef};
+use crate::tensor::{DType, TensorMut, TensorRef};
 use crate::{Error, Result};
 
 /// Free slots of one kind.
@@ -249,6 +250,38 @@ impl Dispatched {
             Some(problem) => Err(problem.into()),
             None => Ok(()),
         }
+    }
+
+    /// Copies one of this result's views into the caller's memory, of the same shape and element type, so that the result can be
+    /// dropped. Both must be contiguous along the same dimension.
+    ///
+    /// # Errors
+    /// [`Shape`](Error::Shape), [`DType`](Error::DType), [`Memory`](Error::Memory) or [`Stride`](Error::Stride) if they don't fit together; [`Tensor`](Error::Tensor) if the view is none of this
+    /// result.
+    pub fn copy_out(
+        &self,
+        view: TensorRef<'_>,
+        out: TensorMut<'_>,
+        stream: Option<StreamRef<'_>>,
+    ) -> Result<Event> {
+        let shared = &self.lease.shared;
+        let order = Order { stream, after: None };
+        require_order(&*shared.backend, &order)?;
+        require_space(&*shared.backend, "out", &out)?;
+        let slot = self.address(0)..self.address(self.output.bytes);
+        if view.bytes() > 0 && !slot.contains(&view.address()) {
+            let problem = "is not a view of this result".into();
+            return Err(Error::Tensor { tensor: "view", problem });
+        }
+        if out.dtype() != view.dtype() {
+            let expected = view.dtype().name();
+            return Err(Error::DType { tensor: "out", got: out.dtype(), expected });
+        }
+        out.require_shape("out", view.rows(), view.columns())?;
+        let copy = Copy2d::between(&view, &out)?;
+        // SAFETY: the view lies in this result's slot (checked), which the lease keeps; `out` is exclusively borrowed, hence elsewhere. That both
+        // exist until the copy has run is what views of device memory promise.
+        unsafe { shared.backend.copy(copy, order) }
     }
 
     fn space(&self) -> crate::tensor::Space {

@@ -100,12 +100,15 @@ fn describe(job: &Job, heap: usize) -> String {
     )
 }
 
-fn verified(outcomes: &[Outcome]) -> Vec<Option<&Summary>> {
-    let summary = |outcome| match outcome {
-        &Outcome::Verified(ref summary) => Some(summary),
-        _ => None,
-    };
-    outcomes.iter().map(summary).collect()
+/// The numbers of each rank that has some.
+fn verified(outcomes: &[Outcome]) -> Vec<(usize, &Summary)> {
+    let numbered = outcomes.iter().enumerate();
+    numbered
+        .filter_map(|(rank, outcome)| match outcome {
+            Outcome::Verified(summary) => Some((rank, summary)),
+            _ => None,
+        })
+        .collect()
 }
 
 /// The first difference if there is one, else the first error that is not about another rank's.
@@ -131,10 +134,8 @@ fn report(job: &Job, outcomes: &[Outcome], rounds: usize, elapsed: Duration) -> 
     let summaries = verified(outcomes);
     let rows: Vec<Vec<String>> = summaries
         .iter()
-        .enumerate()
-        .filter_map(|(rank, summary)| {
-            let s = (*summary)?;
-            Some(vec![
+        .map(|(rank, s)| {
+            vec![
                 rank.to_string(),
                 paint::thousands(s.tokens),
                 paint::thousands(s.received),
@@ -144,7 +145,7 @@ fn report(job: &Job, outcomes: &[Outcome], rounds: usize, elapsed: Duration) -> 
                 format!("{:.2}", s.combine_seconds * 1e3),
                 format!("{:.2}", s.dispatch_gb_per_second),
                 format!("{:.2}", s.combine_gb_per_second),
-            ])
+            ]
         })
         .collect();
     if !rows.is_empty() {
@@ -165,8 +166,8 @@ fn report(job: &Job, outcomes: &[Outcome], rounds: usize, elapsed: Duration) -> 
         paint::verdict(false, "not verified:", &problem);
         return false;
     }
-    let sum = |f: fn(&Summary) -> usize| summaries.iter().flatten().map(|s| f(s)).sum::<usize>();
-    let backend = summaries.iter().flatten().next().map_or("", |s| s.backend.as_str());
+    let sum = |f: fn(&Summary) -> usize| summaries.iter().map(|(_, s)| f(s)).sum::<usize>();
+    let backend = summaries.first().map_or("", |(_, s)| s.backend.as_str());
     let text = format!(
         "{rounds} rounds of dispatch and combine agree with the oracle in every bit: {} ranks on the {backend} backend, {} tokens, {} rows, {:.1} s",
         job.group.ranks,

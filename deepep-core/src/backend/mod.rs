@@ -8,17 +8,63 @@ pub(crate) mod platform;
 
 use std::time::Duration;
 
-use crate::config::{BackendKind, Reduction};
+use crate::config::BackendKind;
 use crate::error::{Difference, Error, Result};
 use crate::layout::{CombineShape, DispatchShape, HandleLayout, OutputLayout, ReceiveLayout};
 use crate::stream::{Event, EventRef, StreamRef};
-use crate::tensor::{TensorMut, TensorRef};
+use crate::tensor::{Extent, TensorMut, TensorRef};
 
 /// Where an operation is enqueued and what it waits for.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Order<'a> {
     pub(crate) stream: Option<StreamRef<'a>>,
     pub(crate) after: Option<EventRef<'a>>,
+}
+
+impl Order<'_> {
+    pub(crate) fn is_implicit(&self) -> bool {
+        self.stream.is_none() && self.after.is_none()
+    }
+}
+
+/// `height` pieces of `width` bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Copy2d {
+    pub(crate) from: u64,
+    pub(crate) from_pitch: isize,
+    pub(crate) to: u64,
+    pub(crate) to_pitch: isize,
+    pub(crate) width: usize,
+    pub(crate) height: usize,
+}
+
+impl Copy2d {
+    /// From one tensor to another of the same shape, along the dimension in which both are contiguous.
+    pub(crate) fn between(from: &Extent, to: &Extent) -> Result<Self> {
+        let [rows, columns] = from.shape();
+        let size = from.dtype().size();
+        let ([fr, fc], [tr, tc]) = (from.strides(), to.strides());
+        let piece = |n: usize, pitches: [isize; 2], height: usize| Self {
+            from: from.address(),
+            from_pitch: pitches[0] * size as isize,
+            to: to.address(),
+            to_pitch: pitches[1] * size as isize,
+            width: n * size,
+            height,
+        };
+        if columns <= 1 || (fc == 1 && tc == 1) {
+            Ok(piece(columns, [fr, tr], rows))
+        } else if rows <= 1 || (fr == 1 && tr == 1) {
+            Ok(piece(rows, [fc, tc], columns))
+        } else {
+            Err(Error::Stride {
+                tensor: "out",
+                shape: to.shape().to_vec(),
+                strides: to.strides().to_vec(),
+                requirement: "must be contiguous along the same dimension as the view",
+            })
+        }
+    }
 }
 
 /// Where positions come from.
@@ -81,12 +127,6 @@ pub(crate) struct CombineCall<'a> {
     /// Contiguous `f32[tokens, topk]`; there if and only if weights are given.
     pub(crate) out_weights: Option<TensorMut<'a>>,
     pub(crate) order: Order<'a>,
-}
-
-impl CombineCall<'_> {
-    pub(crate) fn reduction(&self) -> Reduction {
-        if self.shape.reduce_first { Reduction::AtExperts } else { Reduction::AtSource }
-    }
 }
 
 /// What a rank has received, as known to the host.
@@ -189,8 +229,11 @@ pub(crate) trait Backend: Send + Sync {
     fn barrier(&self, order: Order<'_>) -> Result<Event>;
     /// The problem of a dispatch that has run, by its number.
     fn problem(&self, number: u32) -> Result<Option<Problem>>;
-    /// Copies between contiguous tensors of the same size, in stream order.
-    fn copy(&self, from: TensorRef<'_>, to: TensorMut<'_>, order: Order<'_>) -> Result<()>;
+    /// Copies memory that the backend's processor uses, in stream order.
+    ///
+    /// # Safety
+    /// Both sides must be readable or writable as described until the copy has run, and must not overlap.
+    unsafe fn copy(&self, copy: Copy2d, order: Order<'_>) -> Result<Event>;
     /// Blocks until everything enqueued so far has run.
     fn synchronize(&self, timeout: Duration) -> Result<()>;
 }

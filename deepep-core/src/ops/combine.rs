@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::require_space;
+use super::{require_order, require_space};
 use crate::backend::{CombineCall, Order};
 use crate::buffer::Shared;
 use crate::config::Reduction;
@@ -80,6 +80,7 @@ impl<'a> CombineArgs<'a> {
     fn plan(self, shared: &Arc<Shared>) -> Result<CombineCall<'a>> {
         self.handle.require_buffer(shared)?;
         let backend = &*shared.backend;
+        require_order(backend, &self.order)?;
         let inner = &self.handle.0;
         let dispatched = inner.shape;
         let hidden = self.out.columns();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::{Digest, require_space};
+use super::{Digest, require_order, require_space};
 use crate::backend::{DispatchCall, Order, Positions};
 use crate::buffer::Shared;
 use crate::config::BackendKind;
@@ -345,6 +345,7 @@ impl<'a> DispatchArgs<'a> {
 
     #[allow(clippy::type_complexity)] // The handle is either the cached one or a new slot's lease.
     fn plan(&mut self, shared: &Arc<Shared>) -> Result<(DispatchCall<'a>, Lease, Result<Handle, Lease>)> {
+        require_order(&*shared.backend, &self.order)?;
         let shape = self.shape(shared)?;
         self.check_tensors(shared, &shape)?;
         let (output, handle_layout) = shared.layout.fits_dispatch(&shape)?;

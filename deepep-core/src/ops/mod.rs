@@ -6,13 +6,13 @@ mod dispatch;
 pub use combine::CombineArgs;
 pub use dispatch::DispatchArgs;
 
-use crate::backend::Backend;
+use crate::backend::{Backend, Order};
 use crate::config::BackendKind;
 use crate::error::{Error, Result};
 use crate::tensor::{Extent, Space};
 
 /// Checks that a backend can use a tensor where it lies.
-fn require_space(backend: &dyn Backend, tensor: &'static str, extent: &Extent) -> Result<()> {
+pub(crate) fn require_space(backend: &dyn Backend, tensor: &'static str, extent: &Extent) -> Result<()> {
     let expected = match backend.kind() {
         BackendKind::Cuda => Space::Device,
         _ => Space::Host,
@@ -23,6 +23,16 @@ fn require_space(backend: &dyn Backend, tensor: &'static str, extent: &Extent) -
     }
     let (got, expected) = (extent.space().name(), expected.name());
     Err(Error::Memory { tensor, got, expected, backend: backend.kind().name() })
+}
+
+/// Checks that a backend has streams if one is given.
+pub(crate) fn require_order(backend: &dyn Backend, order: &Order<'_>) -> Result<()> {
+    if backend.kind() == BackendKind::Cuda || order.is_implicit() {
+        return Ok(());
+    }
+    let problem =
+        "the host backend has none: an operation has run when its call returns; leave it out".into();
+    Err(Error::Tensor { tensor: "stream or event", problem })
 }
 
 /// FNV-1a over 64-bit words, folded to 32 bits.

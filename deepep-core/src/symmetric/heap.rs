@@ -15,7 +15,7 @@ pub struct Heap {
     bytes: usize,
     space: Space,
     /// Unmaps and frees when dropped.
-    memory: Box<dyn Any + Send + Sync>,
+    _memory: Box<dyn Any + Send + Sync>,
 }
 
 impl Heap {
@@ -31,7 +31,7 @@ impl Heap {
         space: Space,
         memory: Box<dyn Any + Send + Sync>,
     ) -> Self {
-        Self { rank, bases, bytes, space, memory }
+        Self { rank, bases, bytes, space, _memory: memory }
     }
 
     /// This rank.
@@ -84,10 +84,6 @@ impl Heap {
             let offset = address.checked_sub(base)?;
             (offset < self.bytes as u64).then_some((rank, offset as usize))
         })
-    }
-
-    pub(crate) fn memory(&self) -> &(dyn Any + Send + Sync) {
-        &*self.memory
     }
 }
 

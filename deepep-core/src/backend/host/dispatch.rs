@@ -374,10 +374,8 @@ fn send(
     let mut next_row = vec![0; shape.experts];
     if let (Some(totals), true) = (totals, expanded) {
         for d in 0..ranks {
-            let starts = totals.starts(d, shape);
-            for j in 0..local {
-                let e = d * local + j;
-                next_row[e] = starts[j] + (0..me).map(|s| totals.experts[s][e]).sum::<usize>();
+            for (e, start) in (d * local..(d + 1) * local).zip(totals.starts(d, shape)) {
+                next_row[e] = start + totals.experts[..me].iter().map(|of| of[e]).sum::<usize>();
             }
         }
     }

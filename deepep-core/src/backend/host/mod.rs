@@ -10,15 +10,14 @@ mod wait;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use self::memory::{Area, Rows};
+use self::memory::Area;
 use self::wait::Waits;
-use super::{Backend, CombineCall, DispatchCall, DispatchOutcome, Order, Phase, Problem};
+use super::{Backend, CombineCall, Copy2d, DispatchCall, DispatchOutcome, Order, Phase, Problem};
 use crate::config::BackendKind;
 use crate::error::{Error, Result};
 use crate::layout::{HeapLayout, WorkspaceLayout};
 use crate::stream::Event;
 use crate::symmetric::Heap;
-use crate::tensor::{TensorMut, TensorRef};
 
 /// One rank on a CPU.
 pub(crate) struct HostBackend {
@@ -94,6 +93,7 @@ impl Backend for HostBackend {
     }
 
     fn dispatch(&self, call: DispatchCall<'_>) -> Result<DispatchOutcome> {
+        debug_assert!(call.order.is_implicit(), "checked when the call was planned");
         let mut state = self.state();
         state.dispatch = state.dispatch.wrapping_add(1);
         let number = call.number;
@@ -103,6 +103,7 @@ impl Backend for HostBackend {
     }
 
     fn combine(&self, call: CombineCall<'_>) -> Result<Event> {
+        debug_assert!(call.order.is_implicit(), "checked when the call was planned");
         let mut state = self.state();
         state.combine = state.combine.wrapping_add(1);
         combine::run(&self.rank()?, call, state.combine)?;
@@ -127,10 +128,14 @@ impl Backend for HostBackend {
         Ok(self.state().problem.clone().filter(|(of, _)| *of == number).map(|(_, problem)| problem))
     }
 
-    fn copy(&self, from: TensorRef<'_>, to: TensorMut<'_>, _: Order<'_>) -> Result<()> {
-        let rows = from.rows().min(to.rows());
-        let (from, to) = (Rows::of(&from), Rows::of(&to));
-        (0..rows).try_for_each(|row| to.copy_from(row, &from, row))
+    unsafe fn copy(&self, copy: Copy2d, _: Order<'_>) -> Result<Event> {
+        for row in 0..copy.height as isize {
+            let from = (copy.from as *const u8).wrapping_offset(row * copy.from_pitch);
+            let to = (copy.to as *mut u8).wrapping_offset(row * copy.to_pitch);
+            // SAFETY: the caller vouches for both sides.
+            unsafe { std::ptr::copy_nonoverlapping(from, to, copy.width) };
+        }
+        Ok(Event::complete())
     }
 
     fn synchronize(&self, _: Duration) -> Result<()> {

@@ -136,8 +136,9 @@ impl Multicast {
     ) -> Result<(), Stop> {
         let mut stop = Stop::Failed;
         let outcome: Outcome = self.table.locked(|locked| {
+            // Memory that nobody has bound any more is let go; what a process that is gone had bound is gone with it.
+            locked.drop_stale()?;
             let table = &locked.table;
-            // Memory that nobody has bound any more is let go.
             crate::status::lock(&self.foreign).retain(|id, _| table.records.iter().any(|r| r.id() == *id));
             let mut replicas = Vec::with_capacity(table.team.len());
             for &uuid in &table.team {

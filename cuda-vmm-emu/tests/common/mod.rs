@@ -2,6 +2,8 @@
 
 #![allow(dead_code, unused_imports)]
 
+pub mod process;
+
 use cuda_vmm_emu::sys::{
     CUcontext, CUdeviceptr, CUmemAccess_flags, CUmemAccessDesc_v1, CUmemAllocationHandleType,
     CUmemAllocationProp_v1, CUmemAllocationType, CUmemGenericAllocationHandle, CUmemLocation,
@@ -94,7 +96,7 @@ pub fn create(
 
 pub fn reserve(driver: &Driver, size: usize) -> CUdeviceptr {
     let mut address = 0;
-    call!(driver, cuMemAddressReserve(&mut address, size, 0, 0, 0)).unwrap();
+    call!(driver, cuMemAddressReserve(&mut address, size, GRAIN, 0, 0)).unwrap();
     address
 }
 

@@ -46,6 +46,8 @@ pub(crate) struct Context {
     pub(crate) default_stream: Option<Arc<Stream>>,
     /// The default streams of threads that asked for theirs.
     pub(crate) thread_streams: HashMap<ThreadId, Arc<Stream>>,
+    /// Streams that were destroyed before their work was done.
+    pub(crate) draining: Vec<Arc<Stream>>,
 }
 
 /// All contexts, and the streams and events in them.
@@ -65,6 +67,7 @@ impl Contexts {
             peers: BTreeSet::new(),
             default_stream: None,
             thread_streams: HashMap::new(),
+            draining: Vec::new(),
         };
         Self { devices: (0..devices).map(context).collect(), ..Self::default() }
     }
@@ -76,13 +79,14 @@ impl Contexts {
         if self.devices[device].retains == 0 { Err(code::CONTEXT_IS_DESTROYED) } else { Ok(device) }
     }
 
-    /// Every stream of a device's context, the default ones too.
+    /// Every stream of a device's context: the default ones too, and those that were destroyed and still have work.
     pub(crate) fn streams_of(&self, device: usize) -> Vec<Arc<Stream>> {
         let context = &self.devices[device];
         let mut all: Vec<_> =
             self.streams.values().filter(|stream| stream.device == device).cloned().collect();
         all.extend(context.default_stream.iter().cloned());
         all.extend(context.thread_streams.values().cloned());
+        all.extend(context.draining.iter().cloned());
         all
     }
 }
@@ -162,6 +166,7 @@ impl Core {
             context.peers.clear();
             context.default_stream = None;
             context.thread_streams.clear();
+            context.draining.clear();
             context.poison = Arc::default();
         }
         let mut space = write(&self.space);

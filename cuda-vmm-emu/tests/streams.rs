@@ -212,6 +212,32 @@ fn the_default_stream_takes_turns_with_blocking_streams() {
     emulator.assert_empty();
 }
 
+#[test]
+fn a_destroyed_stream_finishes_its_work_before_memory_goes() {
+    let (emulator, driver) = start(Config::new(1));
+    make_current(&driver, 0);
+    let (memory, at) = word(&driver);
+    let mut plain = 0;
+    call!(driver, cuMemAlloc(&mut plain, 64)).unwrap();
+    let stream = new_stream(&driver, NON_BLOCKING);
+    call!(driver, cuStreamWaitValue32(stream, at, 1, GEQ)).unwrap();
+    call!(driver, cuMemsetD8Async(plain, 7, 64, stream)).unwrap();
+    call!(driver, cuMemcpyDtoDAsync(at + 64, plain, 64, stream)).unwrap();
+    call!(driver, cuStreamDestroy(stream)).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(20));
+            emulator.write(at, &[1]).unwrap();
+        });
+        // Freeing waits for the work that uses the memory.
+        call!(driver, cuMemFree(plain)).unwrap();
+    });
+    assert_eq!(emulator.read(at + 64, 64).unwrap(), [7; 64]);
+    memory.free(&driver);
+    leave(&driver, 0);
+    emulator.assert_empty();
+}
+
 struct Gate {
     driver: Driver,
     open: mpsc::Receiver<()>,

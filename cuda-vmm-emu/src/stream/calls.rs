@@ -57,8 +57,15 @@ impl Core {
     }
 
     pub(crate) unsafe fn cuStreamDestroy(self: &Arc<Self>, stream: CUstream) -> Outcome {
-        // What is queued still runs: its thread keeps the stream.
-        lock(&self.contexts).streams.remove(&(stream as usize)).map(drop).ok_or(code::INVALID_HANDLE)
+        let mut contexts = lock(&self.contexts);
+        let stream = contexts.streams.remove(&(stream as usize)).ok_or(code::INVALID_HANDLE)?;
+        // What is queued still runs, and who waits for the context waits for it.
+        let draining = &mut contexts.devices[stream.device].draining;
+        draining.retain(|stream| stream.pending().is_some());
+        if stream.pending().is_some() {
+            draining.push(stream);
+        }
+        Ok(())
     }
 
     pub(crate) unsafe fn cuStreamSynchronize(self: &Arc<Self>, stream: CUstream) -> Outcome {

@@ -209,7 +209,8 @@ impl Core {
         let Some(context) = contexts.devices.get(stream.device) else { return Vec::new() };
         let pending = |other: &Arc<Stream>| other.pending().map(|ticket| (Arc::clone(other), ticket));
         if stream.legacy {
-            let blocking = contexts.streams.values().chain(context.thread_streams.values());
+            let blocking =
+                contexts.streams.values().chain(context.thread_streams.values()).chain(&context.draining);
             blocking
                 .filter(|other| other.device == stream.device && !other.non_blocking)
                 .filter_map(pending)

@@ -54,6 +54,14 @@ pub struct Tried {
     pub reason: String,
 }
 
+impl Tried {
+    /// An attempt that the dynamic linker refused: its own words, which the error keeps as its source.
+    pub(crate) fn new(name: &std::ffi::OsStr, error: &libloading::Error) -> Self {
+        let reason = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+        Self { name: name.to_string_lossy().into_owned(), reason }
+    }
+}
+
 /// Joins with `; `.
 fn list<T: fmt::Display>(items: impl IntoIterator<Item = T>) -> String {
     items.into_iter().map(|item| item.to_string()).collect::<Vec<_>>().join("; ")

@@ -160,7 +160,7 @@ impl Source {
 fn dlopen(name: &OsStr, extra: c_int) -> Result<Library, Tried> {
     // SAFETY: loading runs the library's initialisers. The names are NCCL's, or a file that the caller named as such.
     unsafe { Library::open(Some(name), RTLD_LAZY | RTLD_LOCAL | extra) }
-        .map_err(|error| Tried { name: name.to_string_lossy().into_owned(), reason: error.to_string() })
+        .map_err(|error| Tried::new(name, &error))
 }
 
 #[cfg(test)]
@@ -173,6 +173,7 @@ mod tests {
         let error = Nccl::open("/nonexistent/libnccl.so.2").unwrap_err();
         let LoadError::NotFound { tried } = &error else { panic!("{error}") };
         assert_eq!(tried[0].name, "/nonexistent/libnccl.so.2");
+        assert!(tried[0].reason.contains("No such file"), "the dynamic linker's own words: {error}");
         assert!(error.to_string().contains("/nonexistent/libnccl.so.2"), "{error}");
     }
 

@@ -311,7 +311,7 @@ impl Builder {
         let settings = local.as_ref().map(|(_, platform)| config.settings(ranks, platform.kind));
         // An error goes to the others as text, and comes back here as it is.
         let told = settings.map_err(|e| Error::PeerFailed {
-            phase: "configuration",
+            phase: "configuration".into(),
             rank: bootstrap.rank(),
             message: e.to_string(),
         });

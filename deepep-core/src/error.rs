@@ -1,5 +1,6 @@
 //! The crate's error: what was attempted with which values, what came back, what to do about it.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::io;
 use std::time::Duration;
@@ -174,7 +175,7 @@ pub enum Error {
     #[error("{phase}: rank {rank} waited {waited:?} for rank {}{}", Ranks(.missing), Seen(.expected, .seen))]
     PeerTimeout {
         /// What was being waited for.
-        phase: &'static str,
+        phase: Cow<'static, str>,
         /// The waiting rank.
         rank: usize,
         /// The ranks that are missing.
@@ -191,7 +192,7 @@ pub enum Error {
     #[error("{phase}: rank {rank} has left")]
     PeerLeft {
         /// What was being waited for.
-        phase: &'static str,
+        phase: Cow<'static, str>,
         /// The rank that left.
         rank: usize,
     },
@@ -200,7 +201,7 @@ pub enum Error {
     #[error("{phase} failed on rank {rank}: {message}")]
     PeerFailed {
         /// The step.
-        phase: &'static str,
+        phase: Cow<'static, str>,
         /// The rank on which it failed.
         rank: usize,
         /// That rank's error.
@@ -332,7 +333,7 @@ mod tests {
     #[test]
     fn messages_name_ranks_and_values() {
         let e = Error::PeerTimeout {
-            phase: "dispatch counts",
+            phase: "dispatch counts".into(),
             rank: 1,
             missing: vec![0, 2, 3, 4, 6, 7],
             waited: Duration::from_secs(3),

@@ -3,3 +3,4 @@
 pub mod backend;
 pub mod gpu;
 pub mod process;
+pub mod ranks;

@@ -6,11 +6,14 @@
 pub(crate) mod host;
 pub(crate) mod platform;
 
+use std::borrow::Cow;
 use std::time::Duration;
 
 use crate::config::BackendKind;
 use crate::error::{Difference, Error, Result};
-use crate::layout::{CombineShape, DispatchShape, HandleLayout, OutputLayout, ReceiveLayout};
+use crate::layout::{
+    CombineShape, DispatchShape, HandleLayout, Operation, OutputLayout, Phase, ReceiveLayout,
+};
 use crate::stream::{Event, EventRef, StreamRef};
 use crate::tensor::{Extent, TensorMut, TensorRef};
 
@@ -167,42 +170,11 @@ pub(crate) struct DispatchOutcome {
     pub(crate) event: Event,
 }
 
-/// The parts of operations in which a rank waits for others.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub(crate) enum Phase {
-    DispatchCall = 1,
-    DispatchCounts = 2,
-    DispatchRows = 3,
-    CombineStart = 4,
-    CombineRows = 5,
-    Barrier = 6,
-}
-
-impl Phase {
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::DispatchCall => "dispatch, start of the call",
-            Self::DispatchCounts => "dispatch, counts",
-            Self::DispatchRows => "dispatch, rows",
-            Self::CombineStart => "combine, start of the call",
-            Self::CombineRows => "combine, rows",
-            Self::Barrier => "barrier",
-        }
-    }
-
-    pub(crate) fn from_raw(raw: u8) -> Option<Self> {
-        [
-            Self::DispatchCall,
-            Self::DispatchCounts,
-            Self::DispatchRows,
-            Self::CombineStart,
-            Self::CombineRows,
-            Self::Barrier,
-        ]
-        .into_iter()
-        .find(|&phase| phase as u8 == raw)
-    }
+/// What was being waited for, in words.
+pub(crate) fn phase_name(operation: Option<Operation>, phase: Option<Phase>) -> Cow<'static, str> {
+    let operation = operation.map_or("unknown operation", Operation::describe);
+    let phase = phase.map_or("unknown phase", Phase::describe);
+    if operation == phase { operation.into() } else { format!("{operation}, {phase}").into() }
 }
 
 /// Ranks made different calls at the same time.

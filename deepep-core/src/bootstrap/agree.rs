@@ -54,7 +54,7 @@ pub fn agree_with<T, B: Bootstrap + ?Sized>(
             Some((1, rest)) => shared.push(rest.to_vec()),
             Some((0, rest)) => {
                 return Err(Error::PeerFailed {
-                    phase,
+                    phase: phase.into(),
                     rank,
                     message: String::from_utf8_lossy(rest).into_owned(),
                 });

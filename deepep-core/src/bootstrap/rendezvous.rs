@@ -21,10 +21,15 @@ pub(super) enum Failure {
 impl Failure {
     pub(super) fn into_error(self, phase: &'static str, rank: usize) -> Error {
         match self {
-            Self::Missing { ranks, waited } => {
-                Error::PeerTimeout { phase, rank, missing: ranks, waited, expected: None, seen: None }
-            }
-            Self::Left { rank } => Error::PeerLeft { phase, rank },
+            Self::Missing { ranks, waited } => Error::PeerTimeout {
+                phase: phase.into(),
+                rank,
+                missing: ranks,
+                waited,
+                expected: None,
+                seen: None,
+            },
+            Self::Left { rank } => Error::PeerLeft { phase: phase.into(), rank },
             Self::Protocol { rank, problem } => Error::protocol(format!("rank {rank}"), problem),
         }
     }

@@ -133,7 +133,7 @@ impl Mailbox {
                 Err(_) => {
                     let (expected, seen) = (None, None);
                     return Err(Error::PeerTimeout {
-                        phase: PHASE,
+                        phase: PHASE.into(),
                         rank,
                         missing,
                         waited: timeout,

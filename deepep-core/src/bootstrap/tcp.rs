@@ -180,7 +180,7 @@ fn gather_remote(
 ) -> Result<Vec<Vec<u8>>> {
     let from = "rank 0's store";
     // Whatever cuts the connection to rank 0 leaves nothing to wait for.
-    let left = |_| Error::PeerLeft { phase: PHASE, rank: 0 };
+    let left = |_| Error::PeerLeft { phase: PHASE.into(), rank: 0 };
     frame::write(stream, Kind::Contribution, bytes).map_err(left)?;
     match frame::read(stream, MAX_PAYLOAD, from) {
         Ok((Kind::Gathered, payload)) => parse_gathered(&payload, world_size)
@@ -188,7 +188,7 @@ fn gather_remote(
         Ok((Kind::Failed, payload)) => Err(parse_failure(&payload, from).into_error(PHASE, rank)),
         Ok((kind, _)) => Err(Error::protocol(from, format!("answered a contribution with {kind:?}"))),
         Err(Error::Io { source, .. }) if is_timeout(&source) => Err(Error::PeerTimeout {
-            phase: PHASE,
+            phase: PHASE.into(),
             rank,
             missing: vec![0],
             waited: stream.read_timeout().ok().flatten().unwrap_or_default(),

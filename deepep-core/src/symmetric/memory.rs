@@ -95,9 +95,13 @@ pub fn allocate<B: Bootstrap + ?Sized>(
 ) -> Result<Heap> {
     let neighbours = domain.neighbours();
     let own = agree(bootstrap, "allocating symmetric memory", Own::create(cuda, request))?;
-    let mut streams = connect_neighbours(bootstrap, neighbours)?;
-    let traded = trade(cuda, &own, &mut streams, bootstrap.timeout());
-    let peers = agree(bootstrap, "sharing symmetric memory", traded)?;
+    let streams = connect_neighbours(bootstrap, neighbours)?;
+    // Nobody waits for memory that its owner failed to send.
+    let sent = give(&own, &streams, bootstrap.timeout());
+    agree(bootstrap, "exporting symmetric memory", sent)?;
+    let peers =
+        agree(bootstrap, "importing symmetric memory", take(cuda, &own, &streams, bootstrap.timeout()))?;
+    drop(streams);
     let mapped = agree(bootstrap, "mapping symmetric memory", map(cuda, request, &peers))?;
     let bases: Vec<u64> = mapped.ranges.iter().map(|range| range.address().get()).collect();
     let bytes = mapped.ranges.iter().map(SegmentedRange::size).min().unwrap_or(0);
@@ -106,15 +110,20 @@ pub fn allocate<B: Bootstrap + ?Sized>(
     Ok(unsafe { Heap::from_parts(domain.local_rank(), bases, bytes, request.space, Box::new(mapped)) })
 }
 
-/// Sends this rank's memory to the neighbours and takes theirs: by position, device first, then host.
-fn trade(cuda: &Cuda, own: &Own, streams: &mut [Option<UnixStream>], timeout: Duration) -> Result<Vec<Own>> {
+/// Sends this rank's memory to the neighbours: device first, then host. A few hundred bytes each, which fit into the sockets' buffers.
+fn give(own: &Own, streams: &[Option<UnixStream>], timeout: Duration) -> Result<()> {
     for stream in streams.iter().flatten() {
         share::send(stream, &own.device, timeout)?;
         if let Some(host) = &own.host {
             share::send(stream, host, timeout)?;
         }
     }
-    let take = |stream: &UnixStream, expected: usize| -> Result<PhysicalMemory> {
+    Ok(())
+}
+
+/// Takes the neighbours' memory, in their order; this rank's own at its place.
+fn take(cuda: &Cuda, own: &Own, streams: &[Option<UnixStream>], timeout: Duration) -> Result<Vec<Own>> {
+    let one = |stream: &UnixStream, expected: usize| -> Result<PhysicalMemory> {
         let memory = share::receive(cuda, stream, timeout)?;
         if memory.size() != expected {
             let problem = format!("shared {} bytes, {expected} were agreed", memory.size());
@@ -122,14 +131,14 @@ fn trade(cuda: &Cuda, own: &Own, streams: &mut [Option<UnixStream>], timeout: Du
         }
         Ok(memory)
     };
-    let theirs = streams.iter().map(|stream| match stream {
+    let all = streams.iter().map(|stream| match stream {
         None => Ok(Own { device: own.device.clone(), host: own.host.clone() }),
         Some(stream) => Ok(Own {
-            device: take(stream, own.device.size())?,
-            host: own.host.as_ref().map(|host| take(stream, host.size())).transpose()?,
+            device: one(stream, own.device.size())?,
+            host: own.host.as_ref().map(|host| one(stream, host.size())).transpose()?,
         }),
     });
-    theirs.collect()
+    all.collect()
 }
 
 fn map(cuda: &Cuda, request: &Request, ranks: &[Own]) -> Result<Mapped> {

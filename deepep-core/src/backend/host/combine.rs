@@ -5,9 +5,9 @@ use std::sync::atomic::Ordering;
 use super::Rank;
 use super::memory::{Rows, Table};
 use super::sum::Sum;
-use crate::backend::{CombineCall, Phase};
+use crate::backend::CombineCall;
 use crate::error::{Error, Result};
-use crate::layout::{Placement, WorkspaceLayout};
+use crate::layout::{Phase, Placement, WorkspaceLayout};
 
 /// One call, with the tables it works on.
 struct Combine<'a, 'c> {
@@ -88,7 +88,7 @@ impl Combine<'_, '_> {
                 // The last call that used this set has ended at the peer.
                 let target = self.epoch.wrapping_sub(sets as u32 - 1);
                 let cell = rank.own().cell32(rank.workspace().started + peer * WorkspaceLayout::LINE)?;
-                rank.waits.at_least(cell, target, Phase::CombineStart, peer)?;
+                rank.waits.at_least(cell, target, Phase::Started, peer)?;
             }
             for index in first..end {
                 let [global, mask] = source.get(index)?;
@@ -203,7 +203,7 @@ impl Combine<'_, '_> {
                 if d != rank.me {
                     let slot = self.slot(rank.me, d, lane);
                     let cell = own.cell32(self.arrived(set, slot, token))?;
-                    rank.waits.equal(cell, self.epoch, Phase::CombineRows, d)?;
+                    rank.waits.equal(cell, self.epoch, Phase::Arrival, d)?;
                     sum.add(self.receive[rank.me].read(slot * shape.max_tokens + token)?);
                 } else if !expanded {
                     sum.add(self.x.read(sent_row.get(token * shape.ranks + d)?.max(0) as usize)?);

@@ -4,9 +4,9 @@ use std::sync::atomic::Ordering;
 
 use super::Rank;
 use super::memory::{Rows, Table};
-use crate::backend::{Counts, DispatchCall, Phase, Positions, Problem, calls_differ};
+use crate::backend::{Counts, DispatchCall, Positions, Problem, calls_differ};
 use crate::error::{Error, Result};
-use crate::layout::{DispatchShape, HandleLayout, IndexWidth, Placement, WorkspaceLayout, align_up};
+use crate::layout::{DispatchShape, HandleLayout, IndexWidth, Phase, Placement, WorkspaceLayout, align_up};
 use crate::tensor::{DType, TensorRef};
 
 /// Slots that a rank has named in its place cell, and its number of sending blocks.
@@ -240,7 +240,6 @@ fn exchange(
     counts: Option<&[u32]>,
 ) -> Result<Vec<Place>> {
     let word = |value: u32| u64::from(epoch) << 32 | u64::from(value);
-    let (call_cell, place_cell) = (WorkspaceLayout::CELL_CALL, WorkspaceLayout::CELL_PLACE);
     for area in &rank.areas {
         let store = |index, value, order| -> Result<()> {
             area.cell64(cell(rank, epoch, rank.me, index))?.store(word(value), order);
@@ -249,15 +248,19 @@ fn exchange(
         for (q, &value) in counts.unwrap_or_default().iter().enumerate() {
             store(WorkspaceLayout::CELL_COUNTS + q, value, Ordering::Relaxed)?;
         }
-        store(call_cell, call.digest, Ordering::Relaxed)?;
-        store(place_cell, Place::encode(call.output_slot, call.handle_slot), Ordering::Release)?;
+        store(WorkspaceLayout::CELL_CALL, call.digest, Ordering::Relaxed)?;
+        store(
+            WorkspaceLayout::CELL_PLACE,
+            Place::encode(call.output_slot, call.handle_slot),
+            Ordering::Release,
+        )?;
     }
-    let read = |source, index, phase| {
-        rank.waits.value(rank.own().cell64(cell(rank, epoch, source, index))?, epoch, phase, source)
+    let read = |source, index| {
+        rank.waits.value(rank.own().cell64(cell(rank, epoch, source, index))?, epoch, Phase::Totals, source)
     };
-    let phase = Phase::DispatchCall;
-    let places: Vec<u32> = (0..rank.ranks()).map(|s| read(s, place_cell, phase)).collect::<Result<_>>()?;
-    let digests: Vec<u32> = (0..rank.ranks()).map(|s| read(s, call_cell, phase)).collect::<Result<_>>()?;
+    let all = |index| (0..rank.ranks()).map(|s| read(s, index)).collect::<Result<Vec<u32>>>();
+    let places = all(WorkspaceLayout::CELL_PLACE)?;
+    let digests = all(WorkspaceLayout::CELL_CALL)?;
     if digests.iter().any(|&digest| digest != call.digest) {
         return Err(calls_differ(&digests));
     }
@@ -267,14 +270,19 @@ fn exchange(
 /// Phase 2, second half: every rank's counts.
 fn gather(rank: &Rank<'_>, shape: &DispatchShape, epoch: u32) -> Result<Totals> {
     let read = |source, index| {
-        let index = WorkspaceLayout::CELL_COUNTS + index;
         let cell = rank.own().cell64(cell(rank, epoch, source, index))?;
-        rank.waits.value(cell, epoch, Phase::DispatchCounts, source).map(|n| n as usize)
+        rank.waits.value(cell, epoch, Phase::Totals, source).map(|n| n as usize)
     };
     let mut totals = Totals { experts: Vec::new(), tokens: Vec::new() };
     for s in 0..shape.ranks {
-        totals.experts.push((0..shape.experts).map(|e| read(s, e)).collect::<Result<_>>()?);
-        totals.tokens.push((0..shape.ranks).map(|d| read(s, shape.experts + d)).collect::<Result<_>>()?);
+        totals.experts.push(
+            (0..shape.experts).map(|e| read(s, WorkspaceLayout::CELL_COUNTS + e)).collect::<Result<_>>()?,
+        );
+        totals.tokens.push(
+            (0..shape.ranks)
+                .map(|d| read(s, WorkspaceLayout::CELL_COUNTS + shape.experts + d))
+                .collect::<Result<_>>()?,
+        );
     }
     // Positions follow from these numbers, so they must be possible.
     for (s, to) in totals.tokens.iter().enumerate() {
@@ -370,7 +378,8 @@ fn send(
     let x = Rows::of(&call.x);
     let weights = call.topk_weights.as_ref().map(|w| Table::<f32>::of(w));
 
-    // Next token index at each destination, and next row of each expert.
+    // First free token slot for each destination, and first free row of each expert.
+    let mut next_slot = vec![0; ranks];
     let mut next_row = vec![0; shape.experts];
     if let (Some(totals), true) = (totals, expanded) {
         for d in 0..ranks {
@@ -379,7 +388,7 @@ fn send(
             }
         }
     }
-    let mut next_index: Vec<usize> = match totals {
+    let token_base: Vec<usize> = match totals {
         Some(totals) => (0..ranks).map(|d| (0..me).map(|s| totals.tokens[s][d]).sum()).collect(),
         None => destinations.iter().map(|to| to.token_base(me)).collect::<Result<_>>()?,
     };
@@ -406,8 +415,9 @@ fn send(
                 }
                 continue;
             }
-            let index = next_index[d];
-            next_index[d] += 1;
+            let slot = next_slot[d];
+            next_slot[d] += 1;
+            let index = token_base[d] + slot;
             if totals.is_some() {
                 for (lane, row) in lane_rows.iter_mut().enumerate() {
                     *row = -1;
@@ -493,7 +503,7 @@ fn receive(
     if shape.placement == Placement::Plain {
         for s in 0..shape.ranks {
             let flag = rank.own().cell32(w.done + s * crate::layout::MAX_BLOCKS * 4)?;
-            rank.waits.equal(flag, epoch, Phase::DispatchRows, s)?;
+            rank.waits.equal(flag, epoch, Phase::Done, s)?;
         }
         return Ok(());
     }
@@ -502,7 +512,7 @@ fn receive(
     for (s, &end) in counts.rank_prefix.iter().enumerate() {
         for index in first..end {
             let flag = rank.own().cell32(w.ready + index * 4)?;
-            rank.waits.equal(flag, epoch, Phase::DispatchRows, s)?;
+            rank.waits.equal(flag, epoch, Phase::Arrival, s)?;
             let mut first_row = None;
             for lane in 0..k {
                 let Ok(row) = usize::try_from(own.lane_row.get(index * k + lane)?) else { continue };

@@ -12,10 +12,10 @@ use std::time::Duration;
 
 use self::memory::Area;
 use self::wait::Waits;
-use super::{Backend, CombineCall, Copy2d, DispatchCall, DispatchOutcome, Order, Phase, Problem};
+use super::{Backend, CombineCall, Copy2d, DispatchCall, DispatchOutcome, Order, Problem};
 use crate::config::BackendKind;
 use crate::error::{Error, Result};
-use crate::layout::{HeapLayout, WorkspaceLayout};
+use crate::layout::{HeapLayout, Operation, Phase, WorkspaceLayout};
 use crate::stream::Event;
 use crate::symmetric::Heap;
 
@@ -78,11 +78,11 @@ impl HostBackend {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn rank(&self) -> Result<Rank<'_>> {
+    fn rank(&self, operation: Operation, epoch: u32) -> Result<Rank<'_>> {
         let me = self.heap.rank();
         let areas: Vec<_> =
             (0..self.heap.ranks()).map(|r| Area::new(&self.heap, r)).collect::<Result<_>>()?;
-        let waits = Waits::new(me, &areas, self.layout.workspace.abort, self.timeout)?;
+        let waits = Waits::new(me, &areas, self.layout.workspace.abort, self.timeout, operation, epoch)?;
         Ok(Rank { me, layout: &self.layout, areas, waits })
     }
 }
@@ -97,7 +97,8 @@ impl Backend for HostBackend {
         let mut state = self.state();
         state.dispatch = state.dispatch.wrapping_add(1);
         let number = call.number;
-        let (counts, problem) = dispatch::run(&self.rank()?, call, state.dispatch)?;
+        let (counts, problem) =
+            dispatch::run(&self.rank(Operation::Dispatch, state.dispatch)?, call, state.dispatch)?;
         state.problem = problem.map(|problem| (number, problem));
         Ok(DispatchOutcome { counts, event: Event::complete() })
     }
@@ -106,14 +107,15 @@ impl Backend for HostBackend {
         debug_assert!(call.order.is_implicit(), "checked when the call was planned");
         let mut state = self.state();
         state.combine = state.combine.wrapping_add(1);
-        combine::run(&self.rank()?, call, state.combine)?;
+        combine::run(&self.rank(Operation::Combine, state.combine)?, call, state.combine)?;
         Ok(Event::complete())
     }
 
     fn barrier(&self, _: Order<'_>) -> Result<Event> {
         let mut state = self.state();
         state.barrier = state.barrier.wrapping_add(1);
-        let (rank, epoch) = (self.rank()?, state.barrier);
+        let epoch = state.barrier;
+        let rank = self.rank(Operation::Barrier, epoch)?;
         let cell = |r: usize| rank.workspace().barrier + r * WorkspaceLayout::LINE;
         for peer in rank.peers() {
             rank.areas[peer].cell32(cell(rank.me))?.store(epoch, std::sync::atomic::Ordering::Release);

@@ -5,8 +5,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::memory::Area;
-use crate::backend::Phase;
 use crate::error::{Error, Result};
+use crate::layout::{AbortWord, Operation, Phase};
 
 /// The waits of one operation, which have one deadline.
 pub(super) struct Waits<'a> {
@@ -15,6 +15,8 @@ pub(super) struct Waits<'a> {
     aborts: Vec<&'a AtomicU64>,
     timeout: Duration,
     deadline: Instant,
+    operation: Operation,
+    epoch: u32,
 }
 
 /// Polls before the first yield, and yields before the first sleep.
@@ -28,9 +30,16 @@ fn reached(value: u32, target: u32) -> bool {
 }
 
 impl<'a> Waits<'a> {
-    pub(super) fn new(me: usize, areas: &[Area<'a>], abort: usize, timeout: Duration) -> Result<Self> {
+    pub(super) fn new(
+        me: usize,
+        areas: &[Area<'a>],
+        abort: usize,
+        timeout: Duration,
+        operation: Operation,
+        epoch: u32,
+    ) -> Result<Self> {
         let aborts = areas.iter().map(|area| area.cell64(abort)).collect::<Result<_>>()?;
-        Ok(Self { me, aborts, timeout, deadline: Instant::now() + timeout })
+        Ok(Self { me, aborts, timeout, deadline: Instant::now() + timeout, operation, epoch })
     }
 
     /// Waits until the cell holds `target` or a later epoch.
@@ -78,7 +87,7 @@ impl<'a> Waits<'a> {
             if Instant::now() >= self.deadline {
                 self.abort(phase, peer);
                 return Err(Error::PeerTimeout {
-                    phase: phase.name(),
+                    phase: crate::backend::phase_name(Some(self.operation), Some(phase)),
                     rank: self.me,
                     missing: vec![peer],
                     waited: self.timeout,
@@ -91,9 +100,14 @@ impl<'a> Waits<'a> {
     }
 
     /// Tells every rank that this one gives up, unless another one did before.
-    pub(super) fn abort(&self, phase: Phase, missing: usize) {
-        let word =
-            Abort { origin: self.me as u8, missing: missing as u8, phase: phase as u8, waited: self.timeout };
+    fn abort(&self, phase: Phase, missing: usize) {
+        let word = AbortWord {
+            epoch: self.epoch,
+            missing: missing as u32,
+            origin: self.me as u32,
+            phase: phase as u32,
+            operation: self.operation as u32,
+        };
         for cell in &self.aborts {
             // Failure means that an earlier abort is there, which stays.
             let _ = cell.compare_exchange(0, word.encode(), Ordering::AcqRel, Ordering::Acquire);
@@ -102,53 +116,24 @@ impl<'a> Waits<'a> {
 
     /// The error of a rank that gave up, if one did.
     fn aborted(&self) -> Option<Error> {
-        let abort = Abort::decode(self.aborts[self.me].load(Ordering::Acquire))?;
+        let abort = AbortWord::decode(self.aborts[self.me].load(Ordering::Acquire))?;
         Some(Error::PeerTimeout {
-            phase: Phase::from_raw(abort.phase).map_or("unknown phase", Phase::name),
-            rank: usize::from(abort.origin),
-            missing: vec![usize::from(abort.missing)],
-            waited: abort.waited,
+            phase: crate::backend::phase_name(
+                Operation::from_code(abort.operation),
+                Phase::from_code(abort.phase),
+            ),
+            rank: abort.origin as usize,
+            missing: vec![abort.missing as usize],
+            waited: self.timeout,
             expected: None,
             seen: None,
         })
     }
 }
 
-/// What the abort cell says: nothing as long as it is zero.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Abort {
-    origin: u8,
-    missing: u8,
-    phase: u8,
-    waited: Duration,
-}
-
-impl Abort {
-    fn encode(self) -> u64 {
-        let millis = u32::try_from(self.waited.as_millis()).unwrap_or(u32::MAX);
-        1 | u64::from(self.origin) << 8
-            | u64::from(self.missing) << 16
-            | u64::from(self.phase) << 24
-            | u64::from(millis) << 32
-    }
-
-    fn decode(word: u64) -> Option<Self> {
-        let [marker, origin, missing, phase, millis @ ..] = word.to_le_bytes();
-        let waited = Duration::from_millis(u32::from_le_bytes(millis).into());
-        (marker != 0).then_some(Self { origin, missing, phase, waited })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn abort_words() {
-        let abort = Abort { origin: 3, missing: 7, phase: 5, waited: Duration::from_millis(1500) };
-        assert_eq!(Abort::decode(abort.encode()), Some(abort));
-        assert_eq!(Abort::decode(0), None);
-    }
 
     #[test]
     fn epochs_wrap() {

@@ -1,0 +1,234 @@
+//! Dispatch and combine on the host backend against the oracle, bit by bit.
+
+use std::net::TcpListener;
+use std::time::Duration;
+
+use deepep_cli::inputs::Values;
+use deepep_cli::job::{Job, Rank, Source};
+use deepep_cli::routing::{Group, Pattern, generator};
+use deepep_core::bootstrap::{Bootstrap, Launch, TcpBootstrap};
+use deepep_core::layout::{IndexWidth, ScaleOrder};
+use deepep_core::tensor::DType;
+use deepep_core::{BackendKind, ElasticBuffer, Reduction};
+use integration_tests::process::{Peer, role};
+use integration_tests::ranks::{LONG, on_threads};
+use rand::RngExt;
+
+fn job(
+    ranks: usize,
+    experts: usize,
+    topk: usize,
+    hidden: usize,
+    pattern: Pattern,
+    tokens: Vec<usize>,
+) -> Job {
+    let max_tokens = tokens.iter().copied().max().unwrap_or(0).max(1);
+    let values = Values { seed: 7, dtype: DType::Bf16, hidden };
+    let source = Source::Uneven(pattern, tokens);
+    let mut job = Job::new(Group { ranks, experts, topk }, source, max_tokens, values);
+    (job.timeout, job.backend) = (LONG, BackendKind::Host);
+    job
+}
+
+/// Runs a job on threads, `rounds` times on the same buffers.
+fn verify(job: &Job, rounds: usize) {
+    let routings = job.routings();
+    on_threads(job.group.ranks, LONG, |bootstrap| {
+        let rank = bootstrap.rank();
+        let mut buffer = ElasticBuffer::with_config(job.config()).build(bootstrap).unwrap();
+        let part = Rank::new(job, &routings, rank);
+        for round in 0..rounds {
+            part.run(&mut buffer).unwrap_or_else(|e| panic!("round {round} of {job:?}: {e}"));
+        }
+        buffer.close().unwrap();
+    });
+}
+
+/// Every row: tokens of each rank, hidden, lanes, experts, alignment.
+#[test]
+fn table_of_shapes() {
+    let table: &[(&[usize], usize, usize, usize, usize)] = &[
+        (&[1], 8, 1, 1, 1),
+        (&[17], 64, 4, 8, 16),
+        (&[5, 5], 8, 2, 4, 1),
+        (&[33, 1], 128, 8, 8, 4),
+        (&[0, 9], 64, 3, 6, 8),
+        (&[9, 0], 7168, 8, 256, 128),
+        (&[0, 0], 64, 2, 4, 2),
+        (&[4, 11, 7], 40, 2, 9, 3),
+        (&[6, 6, 6, 6], 256, 6, 64, 32),
+        (&[1, 0, 3, 2, 5], 16, 5, 10, 1),
+        (&[3, 3, 3, 3, 3, 3], 24, 1, 6, 7),
+        (&[2, 4, 0, 6, 8, 1, 3], 72, 4, 14, 2),
+        (&[8, 7, 6, 5, 4, 3, 2, 1], 128, 2, 8, 1),
+        (&[5, 5, 5, 5, 5, 5, 5, 5], 64, 32, 64, 64),
+    ];
+    for &(tokens, hidden, topk, experts, alignment) in table {
+        for pattern in
+            [Pattern::Uniform, Pattern::Hot, Pattern::Masked(0.4), Pattern::Zipf(1.5), Pattern::Local]
+        {
+            for expanded in [None, Some(alignment)] {
+                let mut job = job(tokens.len(), experts, topk, hidden, pattern, tokens.to_vec());
+                job.expanded = expanded;
+                job.zero_padding = expanded.is_some();
+                verify(&job, 2);
+            }
+        }
+    }
+}
+
+#[test]
+fn every_element_type_and_scale() {
+    for (dtype, hidden) in [
+        (DType::Bf16, 1000),
+        (DType::F16, 64),
+        (DType::F32, 24),
+        (DType::U8, 48),
+        (DType::F8E4M3, 256),
+        (DType::F8E4M3, 400),
+    ] {
+        for expanded in [None, Some(4)] {
+            for (packed, order) in [(false, ScaleOrder::RowMajor), (true, ScaleOrder::ColumnMajor)] {
+                let mut job = job(3, 6, 3, hidden, Pattern::Uniform, vec![13, 8, 0]);
+                job.values.dtype = dtype;
+                job.expanded = expanded;
+                job.zero_padding = expanded.is_some();
+                (job.packed_scales, job.scale_order) = (packed, order);
+                verify(&job, 2);
+            }
+        }
+    }
+}
+
+#[test]
+fn every_option() {
+    for bits in 0..64u32 {
+        let on = |bit: u32| bits >> bit & 1 == 1;
+        let mut job = job(4, 16, 4, 64, Pattern::Masked(0.2), vec![11, 0, 7, 16]);
+        job.exact = on(0);
+        job.index = if on(1) { IndexWidth::Bits32 } else { IndexWidth::Bits64 };
+        job.weights = on(2);
+        job.cached = on(3);
+        job.expanded = on(4).then_some(8);
+        job.reduction = if on(5) { Reduction::AtSource } else { Reduction::AtExperts };
+        job.biases = (bits % 3) as usize;
+        verify(&job, 2);
+    }
+}
+
+/// Random shapes and options, and several rounds on each buffer.
+#[test]
+fn random_rounds() {
+    let mut rng = generator(20_261_130, 0, 9);
+    for _ in 0..60 {
+        let ranks = rng.random_range(1..=8);
+        let experts = ranks * rng.random_range(1..=6);
+        let topk = rng.random_range(1..=experts.min(8));
+        let hidden = 8 * rng.random_range(1..=40);
+        let tokens = (0..ranks).map(|_| rng.random_range(0..=24)).collect();
+        let pattern = match rng.random_range(0..5) {
+            0 => Pattern::Uniform,
+            1 => Pattern::Zipf(rng.random_range(0.0..3.0)),
+            2 => Pattern::Hot,
+            3 => Pattern::Masked(rng.random_range(0.0..1.0)),
+            _ => Pattern::Local,
+        };
+        let mut job = job(ranks, experts, topk, hidden, pattern, tokens);
+        job.values.seed = rng.random();
+        job.expanded = rng.random_bool(0.5).then(|| rng.random_range(1..=20));
+        job.zero_padding = rng.random();
+        job.exact = rng.random();
+        job.weights = rng.random();
+        job.cached = rng.random();
+        job.biases = rng.random_range(0..=2);
+        if rng.random() {
+            job.reduction = Reduction::AtSource;
+        }
+        verify(&job, 5);
+    }
+}
+
+/// The same between processes, which share nothing but file descriptors.
+#[test]
+fn ranks_are_processes() {
+    let ranks = 4;
+    let mut job = job(ranks, 32, 6, 512, Pattern::Zipf(1.0), vec![40, 0, 33, 64]);
+    job.expanded = Some(16);
+    let run = |bootstrap: TcpBootstrap| {
+        let rank = bootstrap.rank();
+        let mut buffer = ElasticBuffer::with_config(job.config()).build(bootstrap).unwrap();
+        let routings = job.routings();
+        for _ in 0..20 {
+            Rank::new(&job, &routings, rank).run(&mut buffer).unwrap();
+        }
+        buffer.close().unwrap();
+    };
+    if role("ranks_are_processes").is_some() {
+        return run(TcpBootstrap::join(&Launch::from_env().unwrap(), LONG).unwrap());
+    }
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port().to_string();
+    let peers: Vec<_> = (1..ranks)
+        .map(|rank| {
+            let rank = rank.to_string();
+            let environment = [
+                ("RANK", rank.as_str()),
+                ("WORLD_SIZE", "4"),
+                ("MASTER_ADDR", "127.0.0.1"),
+                ("MASTER_PORT", port.as_str()),
+            ];
+            Peer::spawn("ranks_are_processes", &rank, &environment)
+        })
+        .collect();
+    run(TcpBootstrap::serve(listener, ranks, LONG).unwrap());
+    peers.into_iter().for_each(Peer::finish);
+}
+
+/// Several buffers side by side, used in turn, with results held across calls.
+#[test]
+fn buffers_do_not_disturb_each_other() {
+    let first = job(3, 6, 2, 64, Pattern::Uniform, vec![9, 9, 9]);
+    let mut second = job(3, 12, 4, 128, Pattern::Masked(0.3), vec![5, 0, 12]);
+    second.expanded = Some(4);
+    let routings = [first.routings(), second.routings()];
+    let groups: Vec<_> = (0..2).map(|_| deepep_core::bootstrap::thread_group(3, LONG).unwrap()).collect();
+    let mut groups = groups.into_iter().map(Vec::into_iter);
+    let (mut one, mut two) = (groups.next().unwrap(), groups.next().unwrap());
+    std::thread::scope(|scope| {
+        for rank in 0..3 {
+            let (a, b) = (one.next().unwrap(), two.next().unwrap());
+            let (first, second, routings) = (&first, &second, &routings);
+            scope.spawn(move || {
+                let mut buffers = [
+                    ElasticBuffer::with_config(first.config()).build(a).unwrap(),
+                    ElasticBuffer::with_config(second.config()).build(b).unwrap(),
+                ];
+                let parts = [Rank::new(first, &routings[0], rank), Rank::new(second, &routings[1], rank)];
+                for round in 0..10 {
+                    let which = usize::from(round % 3 == 0);
+                    parts[which].run(&mut buffers[which]).unwrap();
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn barriers_wait_for_everybody() {
+    let arrived = std::sync::atomic::AtomicUsize::new(0);
+    on_threads(4, LONG, |bootstrap| {
+        let rank = bootstrap.rank();
+        let config = job(4, 4, 1, 16, Pattern::Uniform, vec![1; 4]).config();
+        let mut buffer = ElasticBuffer::with_config(config).build(bootstrap).unwrap();
+        for round in 1..=50 {
+            if (round + rank) % 4 == 0 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            arrived.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+            buffer.barrier().unwrap();
+            let seen = arrived.load(std::sync::atomic::Ordering::SeqCst);
+            assert!(seen >= 4 * round, "round {round}: {seen}");
+        }
+        buffer.close().unwrap();
+    });
+}

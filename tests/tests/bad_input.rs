@@ -215,7 +215,7 @@ fn combine_arguments() {
         let rows = dispatched.rows();
         let mut out = vec![bf16::ZERO; 64 * HIDDEN];
         let mut floats = vec![0f32; 64];
-        let mut check = |result: Result<()>, what: &str| {
+        let check = |result: Result<()>, what: &str| {
             let error = result.expect_err(what).to_string();
             assert!(error.contains(what), "expected {what:?} in: {error}");
         };

@@ -84,7 +84,7 @@ pub(super) struct Settings {
     /// Where expanded rows of a token are added up
     #[arg(long, value_enum, default_value = "at-experts")]
     reduction: ReductionChoice,
-    /// How tokens choose experts: uniform, zipf[:exponent], hot, masked[:fraction], idle[:rank], local
+    /// How tokens choose experts: `uniform`, `zipf[:exponent]`, `hot`, `masked[:fraction]`, `idle[:rank]` or `local`
     #[arg(long, default_value = "uniform", conflicts_with = "trace")]
     routing: Pattern,
     /// Replay recorded routing: JSON lines, or a safetensors file with topk_idx, topk_weights and x

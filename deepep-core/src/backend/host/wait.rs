@@ -30,6 +30,7 @@ fn reached(value: u32, target: u32) -> bool {
 }
 
 impl<'a> Waits<'a> {
+    /// Starts an operation; an error if a rank gave up before, in an operation that this one may not even have joined.
     pub(super) fn new(
         me: usize,
         areas: &[Area<'a>],
@@ -39,7 +40,8 @@ impl<'a> Waits<'a> {
         epoch: u32,
     ) -> Result<Self> {
         let aborts = areas.iter().map(|area| area.cell64(abort)).collect::<Result<_>>()?;
-        Ok(Self { me, aborts, timeout, deadline: Instant::now() + timeout, operation, epoch })
+        let waits = Self { me, aborts, timeout, deadline: Instant::now() + timeout, operation, epoch };
+        waits.aborted().map_or(Ok(waits), Err)
     }
 
     /// Waits until the cell holds `target` or a later epoch.

@@ -166,7 +166,8 @@ pub(crate) fn file_id(fd: BorrowedFd<'_>) -> Outcome<FileId> {
     Ok(FileId { device: stat.st_dev, inode: stat.st_ino })
 }
 
-fn read_all(fd: BorrowedFd<'_>, mut bytes: &mut [u8], mut offset: u64) -> Outcome {
+/// Reads all of `bytes` from a file; the file's end before that is an invalid value.
+pub(crate) fn read_all(fd: BorrowedFd<'_>, mut bytes: &mut [u8], mut offset: u64) -> Outcome {
     while !bytes.is_empty() {
         match pread(fd, &mut *bytes, offset) {
             Ok(0) => return Err(code::INVALID_VALUE),
@@ -181,7 +182,8 @@ fn read_all(fd: BorrowedFd<'_>, mut bytes: &mut [u8], mut offset: u64) -> Outcom
     Ok(())
 }
 
-fn write_all(fd: BorrowedFd<'_>, mut bytes: &[u8], mut offset: u64) -> Outcome {
+/// Writes all of `bytes` to a file.
+pub(crate) fn write_all(fd: BorrowedFd<'_>, mut bytes: &[u8], mut offset: u64) -> Outcome {
     while !bytes.is_empty() {
         match pwrite(fd, bytes, offset) {
             Ok(count) => {

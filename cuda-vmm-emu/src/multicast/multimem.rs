@@ -4,13 +4,13 @@ use super::{MemoryFile, Multicast};
 use crate::emulator::Emulator;
 use crate::error::EmulatorError;
 use crate::memory::access::{Accessor, Need};
+use crate::memory::backing::{read_all, write_all};
 use crate::memory::physical::Object;
 use crate::memory::space::{Kind, Range};
 use crate::status::{Outcome, code, read};
 use cuda_vmm_sys::{CUdeviceptr, CUresult};
 use half::{bf16, f16};
 use rustix::fd::{AsFd, BorrowedFd};
-use rustix::io::{pread, pwrite};
 use std::sync::Arc;
 
 mod sealed {
@@ -90,19 +90,11 @@ struct Replica(Vec<Piece>);
 
 impl Replica {
     fn load(&self, bytes: &mut [u8]) -> Outcome {
-        self.each(bytes.len(), |piece, range| {
-            let part = &mut bytes[range];
-            let count = pread(piece.file.fd(), part, piece.at).map_err(|_| code::ILLEGAL_ADDRESS)?;
-            if count == piece.length { Ok(()) } else { Err(code::ILLEGAL_ADDRESS) }
-        })
+        self.each(bytes.len(), |piece, range| read_all(piece.file.fd(), &mut bytes[range], piece.at))
     }
 
     fn store(&self, bytes: &[u8]) -> Outcome {
-        self.each(bytes.len(), |piece, range| {
-            let count =
-                pwrite(piece.file.fd(), &bytes[range], piece.at).map_err(|_| code::ILLEGAL_ADDRESS)?;
-            if count == piece.length { Ok(()) } else { Err(code::ILLEGAL_ADDRESS) }
-        })
+        self.each(bytes.len(), |piece, range| write_all(piece.file.fd(), &bytes[range], piece.at))
     }
 
     fn each(

@@ -1,6 +1,7 @@
 //! A second process: the test's own executable, started again for one test, with a socket to talk and pass descriptors.
 
 use rustix::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
+use rustix::io::retry_on_intr;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
@@ -31,7 +32,8 @@ impl Channel {
         if !fds.is_empty() {
             assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
         }
-        let sent = sendmsg(&self.0, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL).unwrap();
+        let parts = [IoSlice::new(bytes)];
+        let sent = retry_on_intr(|| sendmsg(&self.0, &parts, &mut control, SendFlags::NOSIGNAL)).unwrap();
         assert_eq!(sent, bytes.len());
     }
 
@@ -41,7 +43,7 @@ impl Channel {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let parts = &mut [IoSliceMut::new(&mut bytes)];
-        let got = recvmsg(&self.0, parts, &mut control, RecvFlags::CMSG_CLOEXEC)
+        let got = retry_on_intr(|| recvmsg(&self.0, parts, &mut control, RecvFlags::CMSG_CLOEXEC))
             .expect("the other process answers in time");
         let mut fds = Vec::new();
         for message in control.drain() {

@@ -13,6 +13,7 @@
 //! What it does not do:
 //! - run kernels, modules or graphs: those functions return `CUDA_ERROR_NOT_SUPPORTED`;
 //! - place memory: a NUMA node, a device or compression is a label;
+//! - check host pointers: a copy from or to memory that the driver does not know goes to that address as the CPU would;
 //! - measure anything: its times are those of a CPU;
 //! - account for memory across processes: an exporter's device gets memory back when the exporter has released it, imported or not.
 //!

@@ -1,4 +1,5 @@
 //! What the benchmarks share: the drivers they run on, and the raw calls they compare with.
 
 pub mod backend;
+pub mod nccl;
 pub mod raw;

@@ -57,8 +57,10 @@ pub struct Tried {
 impl Tried {
     /// An attempt that the dynamic linker refused: its own words, which the error keeps as its source.
     pub(crate) fn new(name: &std::ffi::OsStr, error: &libloading::Error) -> Self {
-        let reason = error.source().map_or_else(|| error.to_string(), ToString::to_string);
-        Self { name: name.to_string_lossy().into_owned(), reason }
+        let words = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+        let name = name.to_string_lossy().into_owned();
+        let reason = words.strip_prefix(&format!("{name}: ")).unwrap_or(&words).to_owned();
+        Self { name, reason }
     }
 }
 

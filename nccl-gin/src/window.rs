@@ -261,6 +261,8 @@ impl Window {
         if self.geometry.is_some() || !self.inner.multimem.load(Ordering::Acquire) {
             return Ok(None);
         }
+        // Unlike the others it may have work to do on the device.
+        let _current = self.inner.device.enter()?;
         self.query(Function::ncclGetLsaMultimemDevicePointer, "a multicast address", |nccl, window, out| {
             // SAFETY: the window is alive while this value is, and the output is valid for one write.
             unsafe { nccl.ncclGetLsaMultimemDevicePointer(window, offset, out) }
@@ -306,7 +308,7 @@ impl Window {
         ) -> Result<nccl_gin_sys::ncclResult_t, Box<nccl_gin_sys::MissingFunction>>,
     ) -> Result<Option<usize>> {
         let mut address = ptr::null_mut();
-        self.inner.call(function, &|| self.attempt(what), |nccl, _| call(nccl, self.raw.0, &mut address))?;
+        self.inner.ask(function, &|| self.attempt(what), |nccl| call(nccl, self.raw.0, &mut address))?;
         Ok((!address.is_null()).then_some(address as usize))
     }
 }

@@ -2,5 +2,9 @@
 
 pub mod backend;
 pub mod gpu;
+pub mod kernel;
+pub mod meeting;
+pub mod nccl_headers;
+pub mod nvrtc;
 pub mod process;
 pub mod ranks;

@@ -170,6 +170,20 @@ impl Inner {
         self.call_locked(&used, function, attempt, call)
     }
 
+    /// Makes one call that asks NCCL about what it knows already: it needs no current device.
+    pub(crate) fn ask<F>(&self, function: Function, attempt: &dyn Fn() -> String, call: F) -> Result<()>
+    where
+        F: FnOnce(&Nccl) -> Result<ncclResult_t, Box<MissingFunction>>,
+    {
+        // Held until the call is back: an abort on another thread comes before it or after it.
+        let used = self.lock();
+        if used.state != State::Alive {
+            return Err(Error::Gone { attempt: attempt() });
+        }
+        let result = call(&self.nccl)?;
+        library::check(&self.nccl, function, result, attempt)
+    }
+
     pub(crate) fn call_locked<F>(
         &self,
         used: &MutexGuard<'_, Use>,

@@ -1,6 +1,6 @@
 //! Operations that go on in the background.
 
-use crate::communicator::inner::{Busy, Inner, State, wait_until};
+use crate::communicator::inner::{Busy, Inner, Leftover, Progress, State, wait_until};
 use crate::error::{Error, Result};
 use crate::group::Ticket;
 use nccl_gin_sys::{Function, MissingFunction, Nccl, ncclComm_t, ncclResult_t};
@@ -11,16 +11,18 @@ use std::time::{Duration, Instant};
 /// An operation that has been started, and what comes of it.
 ///
 /// Poll it, or wait for it. Dropped before its end, it goes on in the background: its communicator takes no other operation until that
-/// has ended, and what comes of it stays until the communicator is gone.
+/// has ended, and what comes of it is kept until the communicator is closed.
 #[must_use = "an operation ends when it is polled or waited for"]
-pub struct Pending<T> {
+pub struct Pending<T: 'static> {
     operation: Option<Operation<T>>,
 }
 
 type Finish<T> = Box<dyn FnOnce(&Arc<Inner>) -> Result<T> + Send>;
 
-struct Operation<T> {
+struct Operation<T: 'static> {
     inner: Arc<Inner>,
+    /// Whether the operation creates the communicator that it is on, which is of no use if it fails.
+    creates: bool,
     function: Function,
     attempt: String,
     ticket: Option<Ticket>,
@@ -44,18 +46,19 @@ impl<T> Pending<T> {
         let ticket = crate::group::ticket();
         {
             let mut used = inner.lock();
-            if used.state == State::Alive && !used.free_for(ticket.as_ref()) {
+            if used.state == State::Alive && !inner.free_for(&mut used, ticket.as_ref()) {
                 return Err(Error::Busy { attempt });
             }
             // A call that fails at once writes nothing later: `finish`, and what it owns, may go.
             inner.call_locked(&used, function, &|| attempt.clone(), call)?;
             used.begin(ticket.as_ref());
         }
-        let operation = Operation { inner: Arc::clone(inner), function, attempt, ticket, finish };
+        let operation =
+            Operation { inner: Arc::clone(inner), creates: false, function, attempt, ticket, finish };
         Ok(Self { operation: Some(operation) })
     }
 
-    /// An operation that has been started already, on a communicator that nobody else has yet.
+    /// The creation of a communicator, which has been started already.
     pub(crate) fn started(
         inner: Arc<Inner>,
         function: Function,
@@ -64,7 +67,16 @@ impl<T> Pending<T> {
     ) -> Self {
         let ticket = crate::group::ticket();
         inner.lock().begin(ticket.as_ref());
-        Self { operation: Some(Operation { inner, function, attempt, ticket, finish: Box::new(finish) }) }
+        Self {
+            operation: Some(Operation {
+                inner,
+                creates: true,
+                function,
+                attempt,
+                ticket,
+                finish: Box::new(finish),
+            }),
+        }
     }
 
     /// Whether the operation has ended: its result, or `None` while it goes on.
@@ -79,22 +91,30 @@ impl<T> Pending<T> {
         if operation.ticket.as_ref().is_some_and(Ticket::open) {
             return Err(Error::GroupOpen { attempt: operation.attempt.clone() });
         }
-        let ended = operation.inner.poll(operation.function, &|| operation.attempt.clone());
-        match ended {
-            Ok(false) => Ok(None),
-            Ok(true) => match self.operation.take() {
-                Some(operation) => {
-                    operation.inner.lock().busy = Busy::No;
-                    (operation.finish)(&operation.inner).map(Some)
+        let progress = operation.inner.progress(operation.function, &|| operation.attempt.clone());
+        if matches!(progress, Ok(Progress::Running)) {
+            return Ok(None);
+        }
+        let Some(operation) = self.operation.take() else { return Ok(None) };
+        let Operation { inner, creates, finish, .. } = operation;
+        match progress {
+            Ok(Progress::Running) => Ok(None),
+            Ok(Progress::Done) => {
+                inner.lock().busy = Busy::No;
+                finish(&inner).map(Some)
+            }
+            Ok(Progress::Failed(error)) => {
+                // NCCL reports a failure when the operation is done with its outputs, which may go now.
+                drop(finish);
+                inner.lock().busy = Busy::No;
+                if creates {
+                    inner.abort();
                 }
-                None => Ok(None),
-            },
+                Err(error)
+            }
             Err(error) => {
-                if let Some(operation) = self.operation.take() {
-                    operation.inner.lock().busy = Busy::No;
-                    // NCCL reports a failure when the operation's thread is done with its outputs.
-                    drop(operation.finish);
-                }
+                // Whether it has ended is not known.
+                abandon(&inner, finish);
                 Err(error)
             }
         }
@@ -133,10 +153,8 @@ impl<T> Pending<T> {
         };
         let Operation { inner, function, attempt, finish, .. } = operation;
         let aborted = inner.abort();
-        if !aborted {
-            // NCCL may still write to what the operation was to give.
-            std::mem::forget(finish);
-        }
+        // Dropped, or left where NCCL may still write to it.
+        abandon(&inner, finish);
         Error::Timeout { attempt, function, after, aborted }
     }
 }
@@ -148,14 +166,16 @@ impl Pending<crate::Communicator> {
     }
 }
 
+/// Leaves what an operation was to give with its communicator, for as long as NCCL may write to it.
+fn abandon<T: 'static>(inner: &Arc<Inner>, finish: Finish<T>) {
+    inner.lock().busy = Busy::Abandoned;
+    inner.keep(Leftover::Unfinished(Box::new(move |inner| drop(finish(inner)))));
+}
+
 impl<T> Drop for Pending<T> {
     fn drop(&mut self) {
         if let Some(operation) = self.operation.take() {
-            let gone = operation.inner.lock().state == State::Gone;
-            if !gone {
-                // NCCL writes to its outputs at the operation's end, whenever that is.
-                std::mem::forget(operation.finish);
-            }
+            abandon(&operation.inner, operation.finish);
         }
     }
 }

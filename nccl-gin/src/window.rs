@@ -125,7 +125,7 @@ impl Window {
                 } else {
                     None
                 };
-                let lsa = inner.team_lsa()?;
+                let lsa = inner.team_lsa().inspect_err(|_| drop(inner.deregister(RawWindow(raw))))?;
                 inner.windows.fetch_add(1, Ordering::AcqRel);
                 Ok(Self {
                     inner: Arc::clone(inner),

@@ -100,7 +100,7 @@ fn ready_to_close(inner: &Arc<Inner>) -> Result<()> {
     if windows + device_communicators > 0 {
         return Err(Error::InUse { windows, device_communicators });
     }
-    if !inner.lock().free_for(None) {
+    if !inner.free_for(&mut inner.lock(), None) {
         return Err(Error::Busy { attempt: attempt() });
     }
     Ok(())
@@ -114,11 +114,18 @@ impl Inner {
     fn close(self: &Arc<Self>, timeout: Duration) -> Result<()> {
         let end = Instant::now() + timeout;
         let attempt = || format!("closing {}", self.name());
-        for leftover in self.take_leftovers() {
-            // A failure here is not worth more than the end of the communicator, which frees them as well.
-            match leftover {
-                Leftover::DevComm(block) => drop(self.destroy_dev_comm(&block)),
-                Leftover::Window(window, _memory) => drop(self.deregister(window)),
+        loop {
+            let leftovers = self.take_leftovers();
+            if leftovers.is_empty() {
+                break;
+            }
+            for leftover in leftovers {
+                // A failure here is not worth more than the end of the communicator, which frees them as well.
+                match leftover {
+                    Leftover::Unfinished(finish) => finish(self),
+                    Leftover::DevComm(block) => drop(self.destroy_dev_comm(&block)),
+                    Leftover::Window(window, _memory) => drop(self.deregister(window)),
+                }
             }
         }
         self.call(Function::ncclCommFinalize, &attempt, |nccl, comm| {

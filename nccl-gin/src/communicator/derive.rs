@@ -223,7 +223,7 @@ impl Communicator {
                 format!("more than {}", self.size()),
             ));
         }
-        if !self.inner.lock().free_for(None) {
+        if !self.inner.free_for(&mut self.inner.lock(), None) {
             return Err(Error::Busy { attempt });
         }
         let parent = Arc::clone(&self.inner);

@@ -35,6 +35,8 @@ pub(crate) enum Busy {
     Alone,
     /// Those that were begun inside one group: they start and end together.
     Group(Ticket),
+    /// One that nobody waits for any more, which may have ended.
+    Abandoned,
 }
 
 /// A handle's state and whether an operation is under way on it.
@@ -45,7 +47,7 @@ pub(crate) struct Use {
 
 impl Use {
     /// Whether another operation may begin, inside the group of `ticket` or on its own.
-    pub(crate) fn free_for(&self, ticket: Option<&Ticket>) -> bool {
+    fn free_for(&self, ticket: Option<&Ticket>) -> bool {
         match (&self.busy, ticket) {
             (Busy::No, _) => true,
             (Busy::Group(theirs), Some(ours)) => theirs == ours,
@@ -59,8 +61,21 @@ impl Use {
     }
 }
 
+/// How far the operations of a communicator are.
+pub(crate) enum Progress {
+    Running,
+    Done,
+    /// One has failed, and all have ended.
+    Failed(Error),
+}
+
+/// What makes the result of an operation, and drops it.
+pub(crate) type Clean = Box<dyn FnOnce(&Arc<Inner>) + Send>;
+
 /// What was dropped instead of closed, kept until the communicator is closed.
 pub(crate) enum Leftover {
+    /// An operation that nobody waited for.
+    Unfinished(Clean),
     DevComm(Box<Bytes<DEV_COMM_CAPACITY>>),
     Window(RawWindow, Arc<dyn WindowMemory>),
 }
@@ -202,17 +217,48 @@ impl Inner {
         library::check(&self.nccl, function, result, attempt)
     }
 
-    /// What `ncclCommGetAsyncError` says: whether everything so far has ended.
-    pub(crate) fn poll(&self, function: Function, attempt: &dyn Fn() -> String) -> Result<bool> {
+    /// What `ncclCommGetAsyncError` says.
+    pub(crate) fn progress(&self, function: Function, attempt: &dyn Fn() -> String) -> Result<Progress> {
+        let used = self.lock();
+        self.progress_locked(&used, function, attempt)
+    }
+
+    fn progress_locked(
+        &self,
+        used: &MutexGuard<'_, Use>,
+        function: Function,
+        attempt: &dyn Fn() -> String,
+    ) -> Result<Progress> {
         let mut state = ncclResult_t::ncclSuccess;
-        self.call(Function::ncclCommGetAsyncError, attempt, |nccl, comm| {
-            // SAFETY: the communicator is alive, which `call` checked, and the output is valid for one write.
+        self.call_locked(used, Function::ncclCommGetAsyncError, attempt, |nccl, comm| {
+            // SAFETY: the communicator is alive, which `call_locked` checked, and the output is valid for one write.
             unsafe { nccl.ncclCommGetAsyncError(comm, &mut state) }
         })?;
-        match state {
-            ncclResult_t::ncclSuccess => Ok(true),
-            ncclResult_t::ncclInProgress => Ok(false),
-            failed => Err(library::failure(&self.nccl, function, failed, attempt()).into()),
+        Ok(match state {
+            ncclResult_t::ncclSuccess => Progress::Done,
+            ncclResult_t::ncclInProgress => Progress::Running,
+            failed => Progress::Failed(library::failure(&self.nccl, function, failed, attempt()).into()),
+        })
+    }
+
+    /// Whether another operation may begin, inside the group of `ticket` or on its own.
+    pub(crate) fn free_for(&self, used: &mut MutexGuard<'_, Use>, ticket: Option<&Ticket>) -> bool {
+        if matches!(used.busy, Busy::Abandoned) {
+            let progress = self.progress_locked(used, Function::ncclCommGetAsyncError, &|| self.name());
+            if !matches!(progress, Ok(Progress::Done | Progress::Failed(_))) {
+                return false;
+            }
+            used.busy = Busy::No;
+        }
+        used.free_for(ticket)
+    }
+
+    /// Whether everything so far has ended.
+    pub(crate) fn poll(&self, function: Function, attempt: &dyn Fn() -> String) -> Result<bool> {
+        match self.progress(function, attempt)? {
+            Progress::Done => Ok(true),
+            Progress::Running => Ok(false),
+            Progress::Failed(error) => Err(error),
         }
     }
 
@@ -272,13 +318,17 @@ impl Inner {
     pub(crate) fn keep(&self, leftover: Leftover) {
         static SAID: Once = Once::new();
         let what = match &leftover {
+            Leftover::Unfinished(_) => "an operation that goes on",
             Leftover::DevComm(_) => "a device communicator",
             Leftover::Window(..) => "a window",
         };
-        match self.lock().state {
+        let state = self.lock().state;
+        match state {
             State::Alive => {
                 SAID.call_once(|| {
-                    eprintln!("nccl-gin: {what} was dropped instead of closed; it is kept until its communicator is closed");
+                    eprintln!(
+                        "nccl-gin: {what} was dropped instead of waited for or closed; it is kept until its communicator is closed"
+                    );
                 });
                 self.leftovers.lock().unwrap_or_else(PoisonError::into_inner).push(leftover);
             }

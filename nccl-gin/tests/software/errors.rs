@@ -202,7 +202,7 @@ fn failures_name_function_code_text_and_remedy() {
         &error,
         &["creating rank 1 of 2 on CUDA device 1", "Duplicate GPU", "NCCL_MULTI_RANK_GPU_ENABLE=1"],
     );
-    world(|world| world.comms.clear());
+    world(|world| assert!(world.comms.is_empty(), "a communicator that failed to start is not left behind"));
     says("");
     fail("ncclCommInitRankConfig", ncclResult_t::ncclUnhandledCudaError);
     contains(
@@ -215,6 +215,7 @@ fn failures_name_function_code_text_and_remedy() {
     contains(&MemAlloc::new(&fake.nccl, &fake.device, 9).unwrap_err(), &["unknown result code 4711"]);
     let error = Device::with_driver(fake.device.driver(), 7).unwrap_err();
     contains(&error, &["opening CUDA device 7", "CUDA_ERROR_INVALID_DEVICE"]);
+    fake.finish();
 }
 
 #[test]
@@ -422,6 +423,18 @@ fn what_the_library_lacks_is_named() {
     });
     assert!(matches!(fake.try_comm(&Fake::config()), Err(Error::Missing(_))));
     world(|world| world.missing.clear());
+    fake.finish();
+}
+
+#[test]
+fn a_window_whose_team_cannot_be_told_is_given_back() {
+    let fake = Fake::new(23203);
+    let comm = fake.comm();
+    world(|world| world.nothing.insert("ncclTeamLsa"));
+    let error = comm.register(fake.memory(&[(MIB2, Kind::Device)]), WindowFlags::empty()).unwrap_err();
+    contains(&error, &["ncclTeamLsa succeeded, but gave no team"]);
+    world(|world| assert!(world.windows.is_empty()));
+    comm.close().unwrap();
     fake.finish();
 }
 

@@ -231,6 +231,37 @@ fn operations_can_be_begun_and_polled() {
 }
 
 #[test]
+fn an_operation_that_is_dropped_goes_on_and_is_cleaned_up() {
+    let fake = Fake::new(23203);
+    world(|world| world.polls = 2);
+    let comm = fake.comm();
+    let memory = Arc::new(MemAlloc::new(&fake.nccl, &fake.device, MIB2).unwrap());
+    drop(comm.begin_register(memory.clone(), WindowFlags::empty()).unwrap());
+    drop_dev_comm(&comm);
+    // Both have ended in the background by now; what came of them goes with the communicator.
+    assert_eq!(Arc::strong_count(&memory), 2);
+    comm.close().unwrap();
+    assert_eq!(Arc::strong_count(&memory), 1);
+    drop(memory);
+    fake.finish();
+}
+
+/// Begins a device communicator, once the operation before it has ended, and drops it.
+fn drop_dev_comm(comm: &Communicator) {
+    let requirements = DevCommRequirements::new();
+    let mut refused = 0;
+    loop {
+        match comm.begin_dev_comm(&requirements) {
+            Ok(pending) => break drop(pending),
+            Err(Error::Busy { .. }) => refused += 1,
+            Err(error) => panic!("{error}"),
+        }
+    }
+    assert_eq!(refused, 2, "the operation before it takes two polls");
+    while !comm.ready().unwrap() {}
+}
+
+#[test]
 fn a_group_starts_operations_together() {
     let fake = Fake::new(23203);
     let (one, two) = (fake.comm(), fake.comm());

@@ -2,6 +2,7 @@
 //! at the end.
 
 mod cuda;
+mod device_api;
 mod nccl;
 
 use nccl_gin::sys::{Nccl, ncclResult_t};

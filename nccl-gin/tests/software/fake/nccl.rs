@@ -1,15 +1,13 @@
 //! The part of NCCL that the crate needs. Operations are in progress for a few polls, as on a non-blocking communicator.
 
-use super::{World, world};
+use super::{World, device_api, world};
 use nccl_gin::sys::{
-    Generation, Version, ncclComm_t, ncclCommProperties_t, ncclConfig_t, ncclDevComm_t,
-    ncclDevCommRequirements_t, ncclResult_t, ncclTeam, ncclUniqueId, ncclWindow_t, v2_28, v2_29, v2_30,
-    v2_32,
+    Generation, Version, ncclComm_t, ncclConfig_t, ncclResult_t, ncclUniqueId, v2_28, v2_29, v2_30, v2_32,
 };
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
 
-const OK: ncclResult_t = ncclResult_t::ncclSuccess;
+pub(super) const OK: ncclResult_t = ncclResult_t::ncclSuccess;
 
 /// A communicator of the fake.
 pub struct Comm {
@@ -29,7 +27,7 @@ struct Pending {
     result: Outcome,
 }
 
-enum Outcome {
+pub(super) enum Outcome {
     Nothing,
     Comm { rank: i32, size: i32 },
     Window(usize),
@@ -56,40 +54,40 @@ pub(super) fn resolve(name: &CStr) -> *const c_void {
         b"ncclCommFinalize" => finalize as *const c_void,
         b"ncclCommDestroy" => destroy as *const c_void,
         b"ncclCommAbort" => abort as *const c_void,
-        b"ncclMemAlloc" => mem_alloc as *const c_void,
-        b"ncclMemFree" => mem_free as *const c_void,
-        b"ncclCommWindowRegister" => register as *const c_void,
-        b"ncclCommWindowDeregister" => deregister as *const c_void,
-        b"ncclDevCommCreate" => dev_comm_create as *const c_void,
-        b"ncclDevCommDestroy" => dev_comm_destroy as *const c_void,
-        b"ncclTeamLsa" => team_lsa as *const c_void,
-        b"ncclTeamRail" => team_rail as *const c_void,
+        b"ncclMemAlloc" => device_api::mem_alloc as *const c_void,
+        b"ncclMemFree" => device_api::mem_free as *const c_void,
+        b"ncclCommWindowRegister" => device_api::register as *const c_void,
+        b"ncclCommWindowDeregister" => device_api::deregister as *const c_void,
+        b"ncclDevCommCreate" => device_api::dev_comm_create as *const c_void,
+        b"ncclDevCommDestroy" => device_api::dev_comm_destroy as *const c_void,
+        b"ncclTeamLsa" => device_api::team_lsa as *const c_void,
+        b"ncclTeamRail" => device_api::team_rail as *const c_void,
         b"ncclGroupStart" => group_start as *const c_void,
         b"ncclGroupEnd" => group_end as *const c_void,
         // Since 2.29.
         _ if old => ptr::null(),
-        b"ncclCommQueryProperties" => query as *const c_void,
+        b"ncclCommQueryProperties" => device_api::query as *const c_void,
         b"ncclCommGetUniqueId" => grow_id as *const c_void,
         b"ncclCommGrow" => grow as *const c_void,
-        b"ncclGetLsaDevicePointer" => lsa_pointer as *const c_void,
-        b"ncclGetPeerDevicePointer" => peer_pointer as *const c_void,
-        b"ncclGetLsaMultimemDevicePointer" => multimem_pointer as *const c_void,
+        b"ncclGetLsaDevicePointer" => device_api::lsa_pointer as *const c_void,
+        b"ncclGetPeerDevicePointer" => device_api::peer_pointer as *const c_void,
+        b"ncclGetLsaMultimemDevicePointer" => device_api::multimem_pointer as *const c_void,
         _ => ptr::null(),
     }
 }
 
 /// Notes a call, and whether it shall do its work: a code to return instead, if any.
-fn enter(world: &mut World, function: &'static str) -> Option<ncclResult_t> {
+pub(super) fn enter(world: &mut World, function: &'static str) -> Option<ncclResult_t> {
     world.log.push(function);
     world.fail.remove(function)
 }
 
-fn handle(comm: ncclComm_t) -> usize {
+pub(super) fn handle(comm: ncclComm_t) -> usize {
     comm.addr()
 }
 
 /// Starts an operation on a communicator, which must be alive and idle.
-fn begin(
+pub(super) fn begin(
     world: &mut World,
     comm: usize,
     function: &'static str,
@@ -112,12 +110,12 @@ fn new_comm(world: &mut World, rank: i32, size: i32) -> usize {
     id
 }
 
-unsafe fn put<T>(out: *mut T, value: T) {
+pub(super) unsafe fn put<T>(out: *mut T, value: T) {
     // SAFETY: the callers pass what the crate gave as an output, which is valid for a write.
     unsafe { out.write(value) };
 }
 
-unsafe fn bytes(from: *const c_void, length: usize) -> Vec<u8> {
+pub(super) unsafe fn bytes(from: *const c_void, length: usize) -> Vec<u8> {
     // SAFETY: the callers pass a struct of at least this length.
     unsafe { std::slice::from_raw_parts(from.cast(), length) }.to_vec()
 }
@@ -411,176 +409,9 @@ unsafe extern "C" fn abort(comm: ncclComm_t) -> ncclResult_t {
     })
 }
 
-fn free(window: usize) {
+pub(super) fn free(window: usize) {
     // SAFETY: the fake made it as a box, and removed it from its ledger.
     drop(unsafe { Box::from_raw(ptr::with_exposed_provenance_mut::<v2_28::ncclWindow_vidmem>(window)) });
-}
-
-unsafe extern "C" fn mem_alloc(out: *mut *mut c_void, length: usize) -> ncclResult_t {
-    world(|world| {
-        if let Some(code) = enter(world, "ncclMemAlloc") {
-            return code;
-        }
-        assert!(world.pushed > 0, "allocated without a current device");
-        if world.nothing.contains("ncclMemAlloc") {
-            return OK;
-        }
-        let at = world.address(length);
-        world.allocations.insert(at);
-        world.ranges.push((at, length.next_multiple_of(1 << 21), super::Kind::Device));
-        // SAFETY: the caller passes a valid pointer.
-        unsafe { put(out, ptr::without_provenance_mut(at)) };
-        OK
-    })
-}
-
-unsafe extern "C" fn mem_free(at: *mut c_void) -> ncclResult_t {
-    world(|world| {
-        assert!(world.allocations.remove(&at.addr()), "freed once");
-        assert!(!world.windows.values().any(|&buffer| buffer == at.addr()), "a window of it is alive");
-    });
-    OK
-}
-
-unsafe extern "C" fn register(
-    comm: ncclComm_t,
-    buffer: *mut c_void,
-    length: usize,
-    out: *mut ncclWindow_t,
-    _: c_int,
-) -> ncclResult_t {
-    world(|world| {
-        if let Some(code) = enter(world, "ncclCommWindowRegister") {
-            return code;
-        }
-        assert!(length > 0 && buffer.addr().is_multiple_of(4096));
-        // From 2.29 on the call succeeds and gives nothing where windows are not supported.
-        if world.version >= 22900 && !world.device_api {
-            return OK;
-        }
-        let outcome = Outcome::Window(buffer.addr());
-        begin(world, handle(comm), "ncclCommWindowRegister", out.expose_provenance(), outcome)
-    })
-}
-
-unsafe extern "C" fn deregister(comm: ncclComm_t, window: ncclWindow_t) -> ncclResult_t {
-    world(|world| {
-        if let Some(code) = enter(world, "ncclCommWindowDeregister") {
-            return code;
-        }
-        assert!(world.comms.contains_key(&handle(comm)) && world.pushed > 0);
-        let known =
-            world.windows.remove(&window.addr()).is_some() || world.allocations.remove(&window.addr());
-        assert!(known, "given back once");
-        free(window.addr());
-        OK
-    })
-}
-
-unsafe extern "C" fn dev_comm_create(
-    comm: ncclComm_t,
-    requirements: *const ncclDevCommRequirements_t,
-    out: *mut ncclDevComm_t,
-) -> ncclResult_t {
-    world(|world| {
-        if let Some(code) = enter(world, "ncclDevCommCreate") {
-            return code;
-        }
-        let generation = Generation::of(Version::from_code(world.version)).unwrap();
-        // SAFETY: the struct is of the library's generation.
-        world.requirements = unsafe { bytes(requirements.cast(), generation.requirements_size()) };
-        begin(world, handle(comm), "ncclDevCommCreate", out.expose_provenance(), Outcome::DevComm)
-    })
-}
-
-unsafe extern "C" fn dev_comm_destroy(comm: ncclComm_t, _: *const ncclDevComm_t) -> ncclResult_t {
-    world(|world| {
-        if let Some(code) = enter(world, "ncclDevCommDestroy") {
-            return code;
-        }
-        assert!(world.comms.contains_key(&handle(comm)));
-        world.dev_comms -= 1;
-        OK
-    })
-}
-
-unsafe extern "C" fn team_lsa(comm: ncclComm_t) -> ncclTeam {
-    world(|world| {
-        let (rank, size) = (world.comms[&handle(comm)].rank, world.lsa_size);
-        if world.nothing.contains("ncclTeamLsa") {
-            return ncclTeam { nRanks: 0, rank: 0, stride: 0 };
-        }
-        ncclTeam { nRanks: size, rank: rank % size, stride: 1 }
-    })
-}
-
-unsafe extern "C" fn team_rail(comm: ncclComm_t) -> ncclTeam {
-    world(|world| {
-        let (comm, lsa) = (&world.comms[&handle(comm)], world.lsa_size);
-        ncclTeam { nRanks: comm.size / lsa, rank: comm.rank / lsa, stride: lsa }
-    })
-}
-
-unsafe extern "C" fn query(comm: ncclComm_t, out: *mut ncclCommProperties_t) -> ncclResult_t {
-    world(|world| {
-        if let Some(code) = enter(world, "ncclCommQueryProperties") {
-            return code;
-        }
-        let size = Generation::of(Version::from_code(world.version)).unwrap().properties_size().unwrap();
-        // SAFETY: the struct is of the library's generation.
-        world.properties = unsafe { bytes(out.cast(), size) };
-        let comm = &world.comms[&handle(comm)];
-        let rank = if world.garbled { 77 } else { comm.rank };
-        let properties: *mut v2_32::ncclCommProperties = out.cast();
-        // SAFETY: these fields lie in the part that every generation has.
-        unsafe {
-            (&raw mut (*properties).rank).write(rank);
-            (&raw mut (*properties).nRanks).write(comm.size);
-            (&raw mut (*properties).cudaDev).write(1);
-            (&raw mut (*properties).deviceApiSupport).write(world.device_api);
-            (&raw mut (*properties).nLsaTeams).write(comm.size / world.lsa_size);
-            if size >= 144 {
-                (&raw mut (*properties).devCommRuntimeVersionSize).write(248);
-            }
-        }
-        OK
-    })
-}
-
-fn address(function: &'static str, at: usize, out: *mut *mut c_void) -> ncclResult_t {
-    world(|world| {
-        if let Some(code) = enter(world, function) {
-            return code;
-        }
-        let at = if world.nothing.contains(function) { 0 } else { at };
-        // SAFETY: the caller passes a valid pointer.
-        unsafe { put(out, ptr::without_provenance_mut(at)) };
-        OK
-    })
-}
-
-unsafe extern "C" fn lsa_pointer(
-    _: ncclWindow_t,
-    offset: usize,
-    peer: c_int,
-    out: *mut *mut c_void,
-) -> ncclResult_t {
-    address("ncclGetLsaDevicePointer", 0x7e00_0000_0000 + ((peer as usize * 4) << 32) + offset, out)
-}
-
-unsafe extern "C" fn peer_pointer(
-    _: ncclWindow_t,
-    offset: usize,
-    peer: c_int,
-    out: *mut *mut c_void,
-) -> ncclResult_t {
-    let lsa = world(|world| world.lsa_size);
-    let at = if peer < lsa { 0x7e00_0000_0000 + ((peer as usize * 4) << 32) + offset } else { 0 };
-    address("ncclGetPeerDevicePointer", at, out)
-}
-
-unsafe extern "C" fn multimem_pointer(_: ncclWindow_t, offset: usize, out: *mut *mut c_void) -> ncclResult_t {
-    address("ncclGetLsaMultimemDevicePointer", 0x6000_0000_0000 + offset, out)
 }
 
 unsafe extern "C" fn group_start() -> ncclResult_t {

@@ -39,9 +39,18 @@ pub const RELEASES: &[Nccl] = &[
     nccl("2.32.3", 23203, "v2_32"),
 ];
 
-/// Downloads every release's wheel: the tests of `nccl-gin-sys` load the libraries in them.
+/// CUDA's headers, as NCCL's include them: wheel, version, folder inside it.
+const CUDA_WHEELS: [(&str, &str, &str); 3] = [
+    ("nvidia-cuda-runtime", "13.0.96", "nvidia/cu13/include"),
+    ("nvidia-cuda-crt", "13.0.88", "nvidia/cu13/include"),
+    ("nvidia-cuda-cccl", "13.0.85", "nvidia/cu13/include/cccl"),
+];
+
+/// Downloads what the tests load and compile with: every release's library and headers, CUDA's headers, and NVRTC.
 pub fn fetch() -> Result<()> {
-    RELEASES.iter().try_for_each(|release| release.include().map(drop))
+    RELEASES.iter().try_for_each(|release| release.include().map(drop))?;
+    CUDA_WHEELS.iter().try_for_each(|(name, version, _)| wheel(name, version).map(drop))?;
+    wheel("nvidia-cuda-nvrtc", "13.0.88").map(drop)
 }
 
 /// Structs that are only pointed to.
@@ -50,11 +59,7 @@ const ONLY_POINTED_TO: &[&str] = &["ncclSegmentWindow", "ncclDevCommWindowTable"
 fn builder(release: &Nccl) -> Result<bindgen::Builder> {
     need_libclang()?;
     let mut include = vec![release.include()?];
-    for (name, version, folder) in [
-        ("nvidia-cuda-runtime", "13.0.96", "nvidia/cu13/include"),
-        ("nvidia-cuda-crt", "13.0.88", "nvidia/cu13/include"),
-        ("nvidia-cuda-cccl", "13.0.85", "nvidia/cu13/include/cccl"),
-    ] {
+    for (name, version, folder) in CUDA_WHEELS {
         include.push(wheel(name, version)?.join(folder));
     }
     let mut builder = bindgen::Builder::default()

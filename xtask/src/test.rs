@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::Instant;
 
 /// Crates that are published; each must package on its own.
-const PUBLISHED: &[&str] = &["cuda-vmm-sys", "cuda-vmm-emu", "cuda-vmm", "nccl-gin-sys"];
+const PUBLISHED: &[&str] = &["cuda-vmm-sys", "cuda-vmm-emu", "cuda-vmm", "nccl-gin-sys", "nccl-gin"];
 
 /// Runs every step and says how long each took.
 pub fn test() -> Result<()> {
@@ -16,7 +16,7 @@ pub fn test() -> Result<()> {
     step("clippy", || {
         cargo(&["clippy", "--workspace", "--all-targets", "--all-features", "--", "-D", "warnings"])
     })?;
-    step("NCCL wheels", crate::nccl_bindgen::fetch)?;
+    step("wheels", crate::nccl_bindgen::fetch)?;
     let mut counts = Counts::default();
     step("test", || {
         counts = tests(&["test", "--workspace", "--all-features", "--no-fail-fast"])?;

@@ -16,6 +16,33 @@ pub(super) fn verdict(good: bool, word: &str, rest: &str) {
     anstream::println!("{style}{word}{style:#} {rest}");
 }
 
+/// What precedes a line of a report.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Mark {
+    Yes,
+    No,
+    Info,
+}
+
+/// A heading of a report.
+pub(super) fn heading(text: &str) {
+    let bold = Style::new().bold();
+    anstream::println!("{bold}{text}{bold:#}");
+}
+
+/// A line of a report, and what to do about it.
+pub(super) fn finding(mark: Mark, what: &str, detail: &str, remedy: Option<&str>) {
+    let (style, word) = match mark {
+        Mark::Yes => (AnsiColor::Green.on_default(), "yes"),
+        Mark::No => (AnsiColor::Yellow.on_default(), "no "),
+        Mark::Info => (Style::new(), "   "),
+    };
+    anstream::println!("  {style}{word}{style:#} {what}: {detail}");
+    if let Some(remedy) = remedy {
+        anstream::println!("        {remedy}");
+    }
+}
+
 /// A table whose first column is text and whose others are numbers.
 pub(super) fn table(header: &[&str], rows: &[Vec<String>]) -> Table {
     let mut table = text_table(header, rows);

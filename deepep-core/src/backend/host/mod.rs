@@ -3,6 +3,7 @@
 
 mod combine;
 mod dispatch;
+mod exchange;
 mod memory;
 mod sum;
 mod wait;

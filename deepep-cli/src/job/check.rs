@@ -1,0 +1,225 @@
+//! Comparison of a rank's results with the oracle.
+
+use deepep_core::tensor::DType;
+use deepep_core::{Dispatched, Reduction};
+use half::bf16;
+
+use super::{JobError, Mismatch, Rank};
+use crate::inputs::{expert_row, expert_sum};
+use crate::oracle::{self, owner};
+
+macro_rules! differs {
+    ($($text:tt)*) => {
+        return Err(JobError::Mismatch(Mismatch(format!($($text)*))))
+    };
+}
+
+macro_rules! ensure {
+    ($condition:expr, $($text:tt)*) => {
+        if !$condition {
+            differs!($($text)*);
+        }
+    };
+}
+
+impl Rank<'_> {
+    /// The rank, lanes and rows of what was received, as the oracle has it.
+    pub(super) fn check_dispatch(&self, got: &Dispatched, round: u64) -> Result<(), JobError> {
+        let (job, want) = (self.job, &self.received);
+        let me = self.rank;
+        let rows = if job.expanded.is_some() { want.rows.len() } else { want.tokens.len() };
+        let cells = got.handle().count_cells().as_slice::<i32>()?;
+        let expected = [want.tokens.len() as i32, rows as i32, 0, 0];
+        ensure!(cells == expected, "rank {me}, counts: {cells:?}, expected {expected:?}");
+        let mut sum = 0;
+        let prefix: Vec<i32> = want
+            .tokens_from
+            .iter()
+            .map(|&n| {
+                sum += n as i32;
+                sum
+            })
+            .collect();
+        let found = got.handle().rank_prefix().as_slice::<i32>()?;
+        ensure!(found == prefix, "rank {me}, tokens by source rank: {found:?}, expected {prefix:?}");
+        let starts: Vec<i32> = want.expert_starts.iter().map(|&n| n as i32).collect();
+        let found = got.handle().expert_starts().as_slice::<i32>()?;
+        ensure!(found == starts, "rank {me}, first rows of experts: {found:?}, expected {starts:?}");
+        let counts: Vec<i32> = want.expert_counts.iter().map(|&n| n as i32).collect();
+        let found = got.handle().expert_counts().as_slice::<i32>()?;
+        ensure!(found == counts, "rank {me}, rows of experts: {found:?}, expected {counts:?}");
+        if let Some(counts) = got.counts() {
+            ensure!(counts.tokens == want.tokens.len(), "rank {me}: {} tokens counted", counts.tokens);
+            ensure!(counts.rows == rows, "rank {me}: {} rows counted", counts.rows);
+            ensure!(counts.expert_counts == want.expert_counts, "rank {me}: experts counted wrong");
+        }
+        let size = job.values.row_bytes();
+        let x = got.x().first_rows(rows).as_bytes()?;
+        let mut row = vec![0; size];
+        for at in 0..rows {
+            let found = &x[at * size..][..size];
+            let Some((source, what)) = self.row_source(at) else {
+                if job.zero_padding {
+                    ensure!(found.iter().all(|&b| b == 0), "rank {me}, gap row {at} is not zero");
+                }
+                continue;
+            };
+            job.row(round, source.rank, source.token, &mut row);
+            if let Some(i) = (0..size).find(|&i| found[i] != row[i]) {
+                let (got, want) = (found[i], row[i]);
+                differs!("rank {me}, row {at} ({what}), byte {i}: {got:#04x}, expected {want:#04x}");
+            }
+        }
+        self.check_scales(got, rows, round)?;
+        self.check_lanes(got)
+    }
+
+    /// Experts and weights of a token.
+    pub(super) fn lanes_of(&self, source: oracle::Source) -> (&[i64], &[f32]) {
+        let routing = &self.routings[source.rank];
+        (routing.of(source.token), routing.weights_of(source.token))
+    }
+
+    /// Which token a row of the result is; `None` for alignment gaps.
+    pub(super) fn row_source(&self, row: usize) -> Option<(oracle::Source, String)> {
+        let index = match self.job.expanded {
+            Some(_) => self.received.rows[row]?.0,
+            None => row,
+        };
+        let source = self.received.tokens[index];
+        Some((source, format!("token {} of rank {}", source.token, source.rank)))
+    }
+
+    fn check_scales(&self, got: &Dispatched, rows: usize, round: u64) -> Result<(), JobError> {
+        let packs = self.job.scale_packs();
+        let Some(scales) = got.scales() else {
+            ensure!(packs == 0, "rank {}: no scales came", self.rank);
+            return Ok(());
+        };
+        let scales = scales.first_rows(rows);
+        let found: Vec<u32> = if self.job.packed_scales {
+            scales.to_vec::<i32>()?.into_iter().map(|w| w as u32).collect()
+        } else {
+            scales.to_vec::<f32>()?.into_iter().map(f32::to_bits).collect()
+        };
+        for row in 0..rows {
+            let words = match self.row_source(row) {
+                Some((source, _)) => self.job.scale_words(&self.job.scales(round, source.rank, source.token)),
+                None if self.job.zero_padding => vec![0; packs],
+                None => continue,
+            };
+            for (pack, &want) in words.iter().enumerate() {
+                let found = found[row * packs + pack];
+                let me = self.rank;
+                ensure!(found == want, "rank {me}, scale [{row}][{pack}]: {found:#x}, expected {want:#x}");
+            }
+        }
+        Ok(())
+    }
+
+    fn check_lanes(&self, got: &Dispatched) -> Result<(), JobError> {
+        let (job, want, me, k) = (self.job, &self.received, self.rank, self.job.group.topk);
+        let weights = got.topk_weights();
+        ensure!(weights.is_some() == job.weights, "rank {me}: weights came or did not");
+        if job.expanded.is_none() {
+            let ids: Vec<i64> = match got.topk_idx() {
+                Some(ids) if ids.dtype() == DType::I32 => {
+                    ids.as_slice::<i32>()?.iter().map(|&e| e.into()).collect()
+                }
+                Some(ids) => ids.as_slice::<i64>()?.to_vec(),
+                None => Vec::new(),
+            };
+            let first = (me * job.group.experts / job.group.ranks) as i64;
+            let found = weights.map(|w| w.as_slice::<f32>()).transpose()?;
+            for (at, &source) in want.tokens.iter().enumerate() {
+                let (experts, given) = self.lanes_of(source);
+                for lane in 0..k {
+                    let here = owner(job.group, experts[lane]) == Some(me);
+                    let want = if here { experts[lane] - first } else { -1 };
+                    let id = ids.get(at * k + lane).copied();
+                    ensure!(id == Some(want), "rank {me}, topk_idx[{at}][{lane}]: {id:?}, expected {want}");
+                    if let Some(found) = found {
+                        let (found, want) = (found[at * k + lane], given[lane]);
+                        let same = found.to_bits() == want.to_bits();
+                        ensure!(same, "rank {me}, topk_weights[{at}][{lane}]: {found}, expected {want}");
+                    }
+                }
+            }
+        } else if let Some(weights) = weights {
+            let found = weights.as_slice::<f32>()?;
+            for (row, what) in want.rows.iter().enumerate() {
+                let want = match what {
+                    Some((index, lane)) => self.lanes_of(want.tokens[*index]).1[*lane],
+                    None if job.zero_padding => 0.0,
+                    None => continue,
+                };
+                let found = found[row];
+                let same = found.to_bits() == want.to_bits();
+                ensure!(same, "rank {me}, weight of row {row}: {found}, expected {want}");
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn check_combine(
+        &self,
+        out: &[bf16],
+        out_weights: &[f32],
+        biases: &[Vec<bf16>],
+        round: u64,
+    ) -> Result<(), JobError> {
+        let (job, me, hidden, k) = (self.job, self.rank, self.job.values.hidden, self.job.group.topk);
+        let mut row = vec![0; job.values.row_bytes()];
+        let mut numbers = vec![0.0; hidden];
+        let mut sum = Vec::new();
+        let mut want = vec![bf16::ZERO; hidden];
+        for token in 0..self.routing.tokens() {
+            job.row(round, me, token, &mut row);
+            let scales = job.scales(round, me, token);
+            job.values.decode(&row, &scales, &mut numbers);
+            let (experts, weights) = (self.routing.of(token), self.routing.weights_of(token));
+            let lanes_of =
+                |rank: usize| (0..k).filter(move |&lane| owner(job.group, experts[lane]) == Some(rank));
+            let one = |lane: usize| {
+                let mut out = vec![bf16::ZERO; hidden];
+                expert_row(experts[lane], weights[lane], &numbers, &mut out);
+                out
+            };
+            let contributions: Vec<Vec<bf16>> =
+                if job.expanded.is_some() && job.reduction == Reduction::AtSource {
+                    (0..k).filter(|&lane| experts[lane] >= 0).map(one).collect()
+                } else {
+                    let of_rank = |rank: usize| {
+                        let mut out = vec![bf16::ZERO; hidden];
+                        if job.expanded.is_some() {
+                            let rows: Vec<_> = lanes_of(rank).map(one).collect();
+                            oracle::sum(&rows.iter().map(Vec::as_slice).collect::<Vec<_>>(), &mut out);
+                        } else {
+                            let chosen = lanes_of(rank).map(|lane| (experts[lane], weights[lane]));
+                            expert_sum(chosen, &numbers, &mut sum, &mut out);
+                        }
+                        out
+                    };
+                    oracle::contributors(job.group, experts).into_iter().map(of_rank).collect()
+                };
+            let mut terms: Vec<&[bf16]> =
+                biases.iter().map(|bias| &bias[token * hidden..][..hidden]).collect();
+            terms.extend(contributions.iter().map(Vec::as_slice));
+            oracle::sum(&terms, &mut want);
+            let found = &out[token * hidden..][..hidden];
+            if let Some(i) = (0..hidden).find(|&i| found[i].to_bits() != want[i].to_bits()) {
+                let (found, want) = (found[i], want[i]);
+                differs!("rank {me}, combined token {token}, column {i}: {found}, expected {want}");
+            }
+            if job.weights {
+                for lane in 0..k {
+                    let want = if experts[lane] >= 0 { weights[lane] } else { 0.0 };
+                    let found = out_weights[token * k + lane];
+                    let same = found.to_bits() == want.to_bits();
+                    ensure!(same, "rank {me}, combined weight [{token}][{lane}]: {found}, expected {want}");
+                }
+            }
+        }
+        Ok(())
+    }
+}

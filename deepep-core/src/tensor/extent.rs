@@ -1,0 +1,138 @@
+//! Where a tensor lies and how far it reaches.
+
+use super::DType;
+use crate::error::{Error, Result};
+
+/// Which processor can use an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Space {
+    /// The CPU: ordinary memory, and the heap of a buffer on the host backend.
+    Host,
+    /// The GPU: device memory, and host memory that is mapped for the device.
+    Device,
+}
+
+impl Space {
+    /// `host` or `device`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Host => "host",
+            Self::Device => "device",
+        }
+    }
+}
+
+/// Address, element type and extent; what [`TensorRef`] and [`TensorMut`] have in common.
+///
+/// A vector of n elements has the shape `[n, 1]`. Strides are in elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    pub(super) address: u64,
+    pub(super) dtype: DType,
+    pub(super) shape: [usize; 2],
+    pub(super) strides: [isize; 2],
+    pub(super) space: Space,
+}
+
+impl Extent {
+    /// Address of element `[0, 0]`.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Rows and columns.
+    pub fn shape(&self) -> [usize; 2] {
+        self.shape
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.shape[0]
+    }
+
+    /// Number of columns.
+    pub fn columns(&self) -> usize {
+        self.shape[1]
+    }
+
+    /// Distance from one row to the next and from one column to the next, in elements.
+    pub fn strides(&self) -> [isize; 2] {
+        self.strides
+    }
+
+    /// Which processor can use the address.
+    pub fn space(&self) -> Space {
+        self.space
+    }
+
+    /// Bytes of one row's elements.
+    pub fn row_bytes(&self) -> usize {
+        self.shape[1] * self.dtype.size()
+    }
+
+    /// Bytes of all elements.
+    pub fn bytes(&self) -> usize {
+        self.shape[0] * self.row_bytes()
+    }
+
+    /// Whether the elements lie row after row without gaps. A tensor without elements does.
+    pub fn is_contiguous(&self) -> bool {
+        let [rows, columns] = self.shape;
+        rows == 0
+            || columns == 0
+            || ((columns == 1 || self.strides[1] == 1) && (rows == 1 || self.strides[0] == columns as isize))
+    }
+
+    pub(super) fn contiguous(address: u64, dtype: DType, shape: [usize; 2], space: Space) -> Self {
+        Self { address, dtype, shape, strides: [shape[1] as isize, 1], space }
+    }
+
+    pub(crate) fn require_contiguous(&self, tensor: &'static str) -> Result<()> {
+        if self.is_contiguous() {
+            return Ok(());
+        }
+        Err(Error::Stride {
+            tensor,
+            shape: self.shape.to_vec(),
+            strides: self.strides.to_vec(),
+            requirement: "the rows must follow each other without gaps",
+        })
+    }
+
+    pub(crate) fn require_shape(&self, tensor: &'static str, rows: usize, columns: usize) -> Result<()> {
+        if self.shape == [rows, columns] {
+            return Ok(());
+        }
+        let [got_rows, got_columns] = self.shape;
+        let got = format!("[{got_rows}, {got_columns}]");
+        Err(Error::Shape { tensor, got, expected: format!("[{rows}, {columns}]") })
+    }
+
+    pub(crate) fn require_dtype(
+        &self,
+        tensor: &'static str,
+        accepted: &[DType],
+        expected: &'static str,
+    ) -> Result<()> {
+        if accepted.contains(&self.dtype) {
+            return Ok(());
+        }
+        Err(Error::DType { tensor, got: self.dtype, expected })
+    }
+
+    /// Lowest and highest element offset, both included; `None` without elements or on overflow.
+    pub(super) fn span(&self) -> Option<(isize, isize)> {
+        let mut span = (0isize, 0isize);
+        for (n, stride) in self.shape.into_iter().zip(self.strides) {
+            let reach = isize::try_from(n.checked_sub(1)?).ok()?.checked_mul(stride)?;
+            span = (span.0.checked_add(reach.min(0))?, span.1.checked_add(reach.max(0))?);
+        }
+        Some(span)
+    }
+}

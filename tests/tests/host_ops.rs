@@ -3,6 +3,8 @@
 use std::net::TcpListener;
 use std::time::Duration;
 
+use cuda_vmm::Cuda;
+use cuda_vmm_emu::Emulator;
 use deepep_cli::inputs::Values;
 use deepep_cli::job::{Job, Rank, Source};
 use deepep_cli::routing::{Group, Pattern, generator};
@@ -210,6 +212,56 @@ fn buffers_do_not_disturb_each_other() {
                 }
             });
         }
+    });
+}
+
+/// Host memory in the heap, own or everybody's, changes nothing for the operations; and whatever a buffer made is gone after it.
+#[test]
+fn elastic_buffers_leave_nothing() {
+    for (host_bytes, hybrid) in [(0, false), (2 << 20, false), (4 << 20, true)] {
+        let job = job(3, 6, 2, 64, Pattern::Uniform, vec![9, 0, 7]);
+        let routings = job.routings();
+        on_threads(3, LONG, |bootstrap| {
+            let rank = bootstrap.rank();
+            let emulator = Emulator::new(cuda_vmm_emu::Config::h200x2()).unwrap();
+            let mut config = job.config();
+            (config.host_bytes, config.hybrid) = (host_bytes, hybrid);
+            let cuda = Cuda::with_driver(emulator.driver()).unwrap();
+            let builder = ElasticBuffer::with_config(config).driver(cuda);
+            let mut buffer = builder.build(bootstrap).unwrap();
+            assert_eq!(buffer.heap().host_memory(1).is_some(), host_bytes > 0);
+            let part = Rank::new(&job, &routings, rank);
+            for _ in 0..3 {
+                part.run(&mut buffer).unwrap();
+            }
+            buffer.close().unwrap();
+            emulator.assert_empty();
+        });
+    }
+}
+
+/// Thousands of calls take nothing that they don't give back.
+#[test]
+fn many_rounds_do_not_grow() {
+    let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let mut job = job(2, 8, 3, 32, Pattern::Masked(0.1), vec![6, 5]);
+    job.cached = true;
+    let routings = job.routings();
+    on_threads(2, LONG, |bootstrap| {
+        let rank = bootstrap.rank();
+        let mut buffer = ElasticBuffer::with_config(job.config()).build(bootstrap).unwrap();
+        let part = Rank::new(&job, &routings, rank);
+        part.run(&mut buffer).unwrap();
+        buffer.barrier().unwrap();
+        let before = open();
+        // Slots run out at the second call that keeps one.
+        for _ in 0..2500 {
+            part.run(&mut buffer).unwrap();
+        }
+        buffer.barrier().unwrap();
+        let after = open();
+        assert!(after < before + 50, "{before} open files became {after}");
+        buffer.close().unwrap();
     });
 }
 

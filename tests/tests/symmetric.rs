@@ -39,10 +39,7 @@ fn marks_are_seen(ranks: usize, host_bytes: usize, hybrid: bool) {
         assert_eq!(heap.bytes(), 4 * MIB + hosts * host_bytes, "device memory is rounded up to 2 MiB");
         assert_eq!((heap.rank(), heap.ranks()), (me, ranks));
         assert!(heap.bases().iter().all(|base| base.is_multiple_of(2 * MIB as u64)));
-        let own_host = match kind {
-            Segments::HybridElastic => 4 * MIB + me * host_bytes,
-            _ => 4 * MIB,
-        };
+        assert_eq!((heap.segments(), heap.device_bytes()), (kind, 4 * MIB));
         let zeros = emulator.read(heap.base(), heap.bytes()).unwrap();
         assert!(zeros.iter().all(|&b| b == 0), "new memory is zero");
         bootstrap.barrier().unwrap();
@@ -51,7 +48,8 @@ fn marks_are_seen(ranks: usize, host_bytes: usize, hybrid: bool) {
         mark(0, &format!("first {me}"));
         mark(4 * MIB - 16, &format!("last {me}"));
         if host_bytes > 0 {
-            mark(own_host + host_bytes - 16, &format!("host {me}"));
+            let end = heap.host_memory(me).unwrap().end - 16;
+            emulator.write(end, format!("host {me}").as_bytes()).unwrap();
         }
         bootstrap.barrier().unwrap();
         let expect = |rank: usize, offset: usize, text: &str| {
@@ -64,6 +62,10 @@ fn marks_are_seen(ranks: usize, host_bytes: usize, hybrid: bool) {
             assert_eq!(heap.locate(address), Some((rank, offset)));
         };
         for peer in 0..ranks {
+            if let Some(host) = heap.host_memory(peer) {
+                let text = format!("host {peer}");
+                assert_eq!(emulator.read(host.end - 16, text.len()).unwrap(), text.as_bytes());
+            }
             expect(peer, 0, &format!("first {peer}"));
             expect(peer, 4 * MIB - 16, &format!("last {peer}"));
             match kind {

@@ -2,7 +2,9 @@
 
 use std::any::Any;
 use std::fmt;
+use std::ops::Range;
 
+use super::Segments;
 use crate::error::{Error, Result};
 use crate::tensor::Space;
 
@@ -13,6 +15,8 @@ pub struct Heap {
     rank: usize,
     bases: Vec<u64>,
     bytes: usize,
+    /// Kind of the segments, and bytes of device memory and of each host segment.
+    segments: (Segments, usize, usize),
     space: Space,
     /// Unmaps and frees when dropped.
     _memory: Box<dyn Any + Send + Sync>,
@@ -22,16 +26,18 @@ impl Heap {
     /// A heap of memory that `memory` owns.
     ///
     /// # Safety
-    /// For as long as `memory` lives, `bytes` bytes from each base must be mapped for the processor of `space`, readable and writable,
+    /// For as long as `memory` lives, the segments must lie one after the other from each base, be mapped for the processor of `space`, readable and writable,
     /// aligned to 256 bytes, and be zero at first; bases of different ranks must be different memory.
     pub(crate) unsafe fn from_parts(
         rank: usize,
         bases: Vec<u64>,
-        bytes: usize,
+        segments: (Segments, usize, usize),
         space: Space,
         memory: Box<dyn Any + Send + Sync>,
     ) -> Self {
-        Self { rank, bases, bytes, space, _memory: memory }
+        let (kind, device_bytes, host_bytes) = segments;
+        let bytes = device_bytes + kind.host_segments(bases.len()) * host_bytes;
+        Self { rank, bases, bytes, segments, space, _memory: memory }
     }
 
     /// This rank.
@@ -47,6 +53,29 @@ impl Heap {
     /// Bytes of each rank's range.
     pub fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// Which segments a range is made of.
+    pub fn segments(&self) -> Segments {
+        self.segments.0
+    }
+
+    /// Bytes of device memory at the start of each range.
+    pub fn device_bytes(&self) -> usize {
+        self.segments.1
+    }
+
+    /// Where a rank's host memory lies here, as addresses; `None` if there is no host memory or no such rank.
+    pub fn host_memory(&self, rank: usize) -> Option<Range<u64>> {
+        let (kind, device_bytes, host_bytes) = self.segments;
+        let base = *self.bases.get(rank)?;
+        let start = match kind {
+            Segments::Device => return None,
+            Segments::Elastic => base + device_bytes as u64,
+            // In the own range: it holds everybody's.
+            Segments::HybridElastic => self.base() + (device_bytes + rank * host_bytes) as u64,
+        };
+        Some(start..start + host_bytes as u64)
     }
 
     /// Which processor can use the addresses.
@@ -105,8 +134,13 @@ mod tests {
     #[test]
     fn offsets_and_addresses() {
         // SAFETY: the addresses are only computed with, never used.
-        let heap = unsafe { Heap::from_parts(1, vec![0x1000, 0x9000], 0x800, Space::Host, Box::new(())) };
-        assert_eq!(heap.base(), 0x9000);
+        let heap = unsafe {
+            let segments = (Segments::Elastic, 0x600, 0x200);
+            Heap::from_parts(1, vec![0x1000, 0x9000], segments, Space::Host, Box::new(()))
+        };
+        assert_eq!((heap.base(), heap.bytes(), heap.device_bytes()), (0x9000, 0x800, 0x600));
+        assert_eq!(heap.host_memory(0), Some(0x1600..0x1800));
+        assert_eq!(heap.host_memory(2), None);
         assert_eq!(heap.address(0, 0x7ff).unwrap(), 0x17ff);
         assert_eq!(heap.locate(0x17ff), Some((0, 0x7ff)));
         assert_eq!(heap.locate(0x9000), Some((1, 0)));

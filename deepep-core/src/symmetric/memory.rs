@@ -34,6 +34,15 @@ impl Segments {
             (_, true) => Self::HybridElastic,
         }
     }
+
+    /// Host segments in the range of one of `ranks` ranks.
+    pub(super) fn host_segments(self, ranks: usize) -> usize {
+        match self {
+            Self::Device => 0,
+            Self::Elastic => 1,
+            Self::HybridElastic => ranks,
+        }
+    }
 }
 
 /// What to allocate. The same on all ranks, but for the device.
@@ -104,10 +113,11 @@ pub fn allocate<B: Bootstrap + ?Sized>(
     drop(streams);
     let mapped = agree(bootstrap, "mapping symmetric memory", map(cuda, request, &peers))?;
     let bases: Vec<u64> = mapped.ranges.iter().map(|range| range.address().get()).collect();
-    let bytes = mapped.ranges.iter().map(SegmentedRange::size).min().unwrap_or(0);
+    let segments = Segments::choose(request.host_bytes, request.hybrid);
+    let segments = (segments, own.device.size(), request.host_bytes);
     // SAFETY: every range is mapped read-write for this rank's device (and on the emulator for the CPU) until `mapped` is dropped; ranges start at
     // multiples of 2 MiB and are imports of different physical memory. New physical memory is zero.
-    Ok(unsafe { Heap::from_parts(domain.local_rank(), bases, bytes, request.space, Box::new(mapped)) })
+    Ok(unsafe { Heap::from_parts(domain.local_rank(), bases, segments, request.space, Box::new(mapped)) })
 }
 
 /// Sends this rank's memory to the neighbours: device first, then host. A few hundred bytes each, which fit into the sockets' buffers.

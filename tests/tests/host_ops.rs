@@ -215,6 +215,28 @@ fn buffers_do_not_disturb_each_other() {
     });
 }
 
+/// Gaps are zeroed over what an earlier call has left there.
+#[test]
+fn gaps_are_zeroed_over_old_rows() {
+    let mut full = job(2, 4, 4, 256, Pattern::Uniform, vec![16, 16]);
+    full.values.dtype = DType::F8E4M3;
+    full.expanded = Some(1);
+    let mut gaps = full.clone();
+    gaps.source = Source::Uneven(Pattern::Uniform, vec![3, 1]);
+    (gaps.expanded, gaps.zero_padding) = (Some(8), true);
+    let mut config = full.config();
+    // The same capacity, so that scales and weights of both calls lie at the same places.
+    (config.expanded, config.row_capacity) = (Some(8), Some(64));
+    let routings = [full.routings(), gaps.routings()];
+    on_threads(2, LONG, |bootstrap| {
+        let rank = bootstrap.rank();
+        let mut buffer = ElasticBuffer::with_config(config.clone()).build(bootstrap).unwrap();
+        Rank::new(&full, &routings[0], rank).run(&mut buffer).unwrap();
+        Rank::new(&gaps, &routings[1], rank).run(&mut buffer).unwrap();
+        buffer.close().unwrap();
+    });
+}
+
 /// Host memory in the heap, own or everybody's, changes nothing for the operations; and whatever a buffer made is gone after it.
 #[test]
 fn elastic_buffers_leave_nothing() {

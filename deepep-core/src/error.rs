@@ -235,6 +235,10 @@ pub enum Error {
     #[error(transparent)]
     Vmm(#[from] cuda_vmm::Error),
 
+    /// A kernel could not be compiled.
+    #[error(transparent)]
+    Jit(#[from] crate::jit::JitError),
+
     /// The operating system refused something.
     #[error("{attempted}: {source}")]
     Io {

@@ -13,11 +13,13 @@ struct Place {
     u32 operation, phase, epoch, peer, index;
 };
 
-// Writes one record; the sequence word last, behind a fence.
+// Writes one record. The sequence word is 0 meanwhile, and is set last.
 DEVICE void write_record(const Domain& d, u32 kind, const StatusRecord& r) {
     StatusRecord* out = (StatusRecord*)(d.status + kind * STATUS_RECORD_BYTES);
     volatile u32* words = (volatile u32*)out;
     const u32* from = (const u32*)&r;
+    words[0] = 0;
+    arch::fence_sys();
 #pragma unroll
     for (u32 i = 1; i < sizeof(StatusRecord) / 4; i++) words[i] = from[i];
     arch::fence_sys();
@@ -60,6 +62,14 @@ __device__ __noinline__ void give_up(const Domain& d, Place at, bool mine, u64 e
         r.expected_tokens = waited;
     }
     write_record(d, RECORD_ABORT, r);
+}
+
+// At the start of a kernel, by one thread of each block: whether some rank gave up earlier. Then nothing is started, and the host of this
+// rank learns of it, too.
+DEVICE bool broken(const Domain& d, u32 operation, u32 epoch) {
+    if (!aborted(d)) return false;
+    give_up(d, {operation, 0, epoch, d.rank, 0}, false, 0, 0, 0);
+    return true;
 }
 
 // Polls `ready` until it is true. `ready(seen)` stores what it saw.

@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(32, 1) deepep_barrier(const __grid_
     const u32 r = threadIdx.x;
     const u32 epoch = *epoch_counter(d, OPERATION_BARRIER, 0) + 1;
     __syncwarp();
-    if (r < RANKS && !aborted(d)) {
+    if (r < RANKS && !broken(d, OPERATION_BARRIER, epoch)) {
         arch::st_release_sys((u32*)((u8*)cell32(d, r, d.barrier) + d.rank * CELL_LINE), epoch);
         const Place at = {OPERATION_BARRIER, PHASE_BARRIER, epoch, r, 0};
         wait_at_least(d, at, (const u32*)((const u8*)cell32(d, d.rank, d.barrier) + r * CELL_LINE), epoch);

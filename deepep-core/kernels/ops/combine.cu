@@ -16,15 +16,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __
     arch::launch_dependents();
     arch::wait_for_predecessor();
 
-    if (threadIdx.x == 0) b.control.failed = aborted(b.d);
     b.epoch = *epoch_counter(b.d, OPERATION_COMBINE, blockIdx.x) + 1;
+    if (threadIdx.x == 0) b.control.failed = broken(b.d, OPERATION_COMBINE, b.epoch);
     mailboxes_init(b.control.mail, p.row_warps);
     if (threadIdx.x < WARPS * MAX_STAGES) {
         arch::mbarrier_init(&b.control.bars[0][0] + threadIdx.x);
         arch::mbarrier_init_done();
     }
     __syncthreads();
-    // After an abort nothing is started any more.
     if (!b.control.failed) {
         if (blockIdx.x == 0 && threadIdx.x < RANKS && threadIdx.x != b.me)
             arch::st_release_sys((u32*)((u8*)cell32(b.d, threadIdx.x, b.d.started) + b.me * CELL_LINE), b.epoch);

@@ -90,19 +90,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
     arch::launch_dependents();
     arch::wait_for_predecessor();
 
+    b.epoch = *epoch_counter(b.d, OPERATION_DISPATCH, blockIdx.x) + 1;
     if (threadIdx.x == 0) {
-        b.control.failed = aborted(b.d);
+        b.control.failed = broken(b.d, OPERATION_DISPATCH, b.epoch);
         b.control.over = RANKS;
         b.control.output[b.me] = (u64)b.own_output<u8>(0);
     }
-    b.epoch = *epoch_counter(b.d, OPERATION_DISPATCH, blockIdx.x) + 1;
     mailboxes_init(b.control.mail, p.row_warps);
     if (threadIdx.x < WARPS * MAX_STAGES) {
         arch::mbarrier_init(&b.control.bars[0][0] + threadIdx.x);
         arch::mbarrier_init_done();
     }
     __syncthreads();
-    // After an abort nothing is started any more.
     if (!b.control.failed) {
         if (blockIdx.x == 0) {
             publish_place(b);

@@ -3,6 +3,8 @@
 //! Operations are validated and planned in `ops`; a backend gets calls in which every size and offset is settled, and carries out the
 //! protocol of `docs/protocol.md`.
 
+#[allow(dead_code)] // Nothing chooses it yet but its tests.
+pub(crate) mod cuda;
 pub(crate) mod host;
 pub(crate) mod platform;
 

@@ -8,6 +8,8 @@
 //! offsets in slot layouts from the start of the slot.
 
 pub(crate) mod abi;
+#[cfg(test)]
+pub(crate) use shape::tests as test_shapes;
 mod combine;
 mod dispatch;
 mod heap;

@@ -1,0 +1,117 @@
+//! Combine: what is known once, and what each call brings.
+
+use std::sync::Arc;
+
+use cuda_vmm::sys::CUstream;
+
+use super::grid::CombineGrid;
+use super::module::Kernel;
+use super::{Engine, LaunchShape};
+use crate::error::{Error, Result};
+use crate::jit::params::CombineParams;
+use crate::jit::{Program, THREADS};
+use crate::layout::{CombineShape, DispatchShape, Placement};
+
+/// A combine of one shape: its kernel, its grid, and the arguments that don't change.
+pub(crate) struct CombinePlan {
+    kernel: Arc<Kernel>,
+    grid: CombineGrid,
+    params: CombineParams,
+}
+
+/// What one call brings. Addresses are this device's, rows contiguous and 16-byte aligned; 0 where the call has none.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct CombineLaunch {
+    /// Received rows, after the experts.
+    pub(crate) x: u64,
+    /// `f32[received tokens, K]` (plain) or `f32[rows]` (expanded).
+    pub(crate) weights: u64,
+    /// `[tokens]` rows each; the second only with the first.
+    pub(crate) biases: [u64; 2],
+    /// `[tokens]` rows.
+    pub(crate) out: u64,
+    /// `f32[tokens, K]`; only with weights.
+    pub(crate) out_weights: u64,
+    pub(crate) tokens: usize,
+    pub(crate) handle_slot: usize,
+}
+
+impl Engine {
+    /// Prepares a combine of what dispatches of shape `dispatched` received.
+    pub(crate) fn plan_combine(
+        &self,
+        shape: &CombineShape,
+        dispatched: &DispatchShape,
+    ) -> Result<CombinePlan> {
+        let receive = self.layout.fits_combine(shape)?;
+        let (_, handle) = self.layout.fits_dispatch(dispatched)?;
+        if dispatched.placement != shape.placement || dispatched.topk != shape.topk {
+            let need = format!(
+                "must be that of the dispatch, {:?} with top-{}",
+                dispatched.placement, dispatched.topk
+            );
+            return Err(Error::invalid("combine shape", format!("{shape:?}"), need));
+        }
+        let grid = CombineGrid::new(shape, self.limits)?;
+        let kernel = self.kernels.get(Program::Combine {
+            ranks: shape.ranks,
+            placement: shape.placement,
+            reduce_first: shape.reduce_first || shape.placement == Placement::Plain,
+        })?;
+        let sets = &self.layout.receive;
+        let params = CombineParams {
+            domain: self.domain,
+            source: handle.source as u64,
+            lane_row: handle.lane_row as u64,
+            topk: handle.topk as u64,
+            sent_row: handle.sent_row as u64,
+            own_row: handle.own_row as u64,
+            rank_psum: handle.rank_psum as u64,
+            receive: sets.offset as u64,
+            receive_stride: sets.stride as u64,
+            receive_weights: receive.weights as u64,
+            max_tokens: shape.max_tokens as u32,
+            lanes: shape.topk as u32,
+            local_experts: dispatched.local_experts() as u32,
+            row_bytes: shape.row_bytes as u32,
+            sets: sets.count as u32,
+            by_lane: u32::from(shape.by_lane()),
+            row_warps: grid.row_warps as u32,
+            stages: grid.stages as u32,
+            stage_bytes: grid.stage_bytes as u32,
+            control: grid.control as u32,
+            ..CombineParams::default()
+        };
+        Ok(CombinePlan { kernel, grid, params })
+    }
+
+    /// Enqueues a combine.
+    ///
+    /// # Safety
+    /// The plan is this engine's. Addresses are valid on this device for what [`CombineLaunch`] says until the kernel has
+    /// ended. The handle slot was filled by a dispatch of the plan's shape with the same number of tokens, x has every row that it
+    /// names, and `stream` belongs to the engine's context, with the buffer's operations ordered on it.
+    pub(crate) unsafe fn combine(
+        &self,
+        plan: &CombinePlan,
+        call: &CombineLaunch,
+        stream: CUstream,
+    ) -> Result<()> {
+        let own = self.domain.heap[self.domain.rank as usize];
+        let params = CombineParams {
+            x: call.x,
+            weights: call.weights,
+            bias0: call.biases[0],
+            bias1: call.biases[1],
+            out: call.out,
+            out_weights: call.out_weights,
+            handle: own + self.layout.handles.at(call.handle_slot) as u64,
+            tokens: call.tokens as u32,
+            ..plan.params
+        };
+        let shape =
+            LaunchShape { blocks: plan.grid.blocks, threads: THREADS, shared_bytes: plan.grid.shared_bytes };
+        // SAFETY: CombineParams are the kernel's; the caller vouches for addresses, slot and stream, the engine for the heaps.
+        unsafe { self.launch("combine", &plan.kernel, shape, &params, stream) }
+    }
+}

@@ -1,0 +1,163 @@
+//! Dispatch: what is known once, and what each call brings.
+
+use std::sync::Arc;
+
+use cuda_vmm::sys::CUstream;
+
+use super::grid::{DispatchGrid, scales_in_bulk};
+use super::module::Kernel;
+use super::{Engine, LaunchShape};
+use crate::error::Result;
+use crate::jit::params::DispatchParams;
+use crate::jit::{Program, THREADS};
+use crate::layout::{DispatchShape, HandleLayout, OutputLayout};
+
+/// A dispatch of one shape: its kernel, its grid, and the arguments that don't change.
+pub(crate) struct DispatchPlan {
+    kernel: Arc<Kernel>,
+    shape: DispatchShape,
+    grid: DispatchGrid,
+    params: DispatchParams,
+    output: OutputLayout,
+    handle: HandleLayout,
+}
+
+/// What one call brings. Addresses are this device's; 0 where the call has none.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct DispatchLaunch {
+    /// `[tokens]` rows, contiguous, 16-byte aligned.
+    pub(crate) x: u64,
+    /// `[tokens, packs]`, 4 bytes each, with the strides below (in packs).
+    pub(crate) scales: u64,
+    pub(crate) scale_row_stride: i64,
+    pub(crate) scale_pack_stride: i64,
+    /// `[tokens, K]`; 0 for a cached dispatch.
+    pub(crate) topk_idx: u64,
+    /// `f32[tokens, K]`.
+    pub(crate) weights: u64,
+    /// `i32[local experts]`, added to.
+    pub(crate) stats: u64,
+    pub(crate) tokens: usize,
+    pub(crate) output_slot: usize,
+    pub(crate) handle_slot: usize,
+    pub(crate) zero_padding: bool,
+    /// Number of the call in the status block's count cells; 0 if nobody asks.
+    pub(crate) count_tag: u32,
+    /// Digest of what must be equal on all ranks.
+    pub(crate) digest: u32,
+}
+
+impl DispatchPlan {
+    /// Where the parts of an output slot lie.
+    pub(crate) fn output(&self) -> &OutputLayout {
+        &self.output
+    }
+
+    /// Where the parts of a handle slot lie.
+    pub(crate) fn handle(&self) -> &HandleLayout {
+        &self.handle
+    }
+
+    /// The shape it was made for.
+    pub(crate) fn shape(&self) -> &DispatchShape {
+        &self.shape
+    }
+}
+
+impl Engine {
+    /// Prepares a dispatch: compiles and loads its kernel if need be.
+    pub(crate) fn plan_dispatch(&self, shape: &DispatchShape) -> Result<DispatchPlan> {
+        let (output, handle) = self.layout.fits_dispatch(shape)?;
+        let grid = DispatchGrid::new(shape, self.limits)?;
+        let kernel = self.kernels.get(Program::Dispatch {
+            ranks: shape.ranks,
+            placement: shape.placement,
+            index: shape.index,
+        })?;
+        let (pack_stride, row_stride) = shape.scale_strides();
+        let (outputs, handles) = (&self.layout.outputs, &self.layout.handles);
+        let params = DispatchParams {
+            domain: self.domain,
+            out_scale_row_stride: row_stride as i64,
+            out_scale_pack_stride: pack_stride as i64,
+            outputs: outputs.offset as u64,
+            output_stride: outputs.stride as u64,
+            handles: handles.offset as u64,
+            handle_stride: handles.stride as u64,
+            rows: output.rows as u64,
+            out_scales: output.scales as u64,
+            lane_weight: output.lane_weight as u64,
+            lane_expert: output.lane_expert as u64,
+            row_weight: output.row_weight as u64,
+            source: handle.source as u64,
+            lane_row: handle.lane_row as u64,
+            topk: handle.topk as u64,
+            sent_row: handle.sent_row as u64,
+            sent_index: handle.sent_index as u64,
+            own_row: handle.own_row as u64,
+            counts: handle.counts as u64,
+            rank_psum: handle.rank_psum as u64,
+            expert_start: handle.expert_start as u64,
+            expert_count: handle.expert_count as u64,
+            host_counts: self.domain.status + self.layout.status.counts as u64,
+            max_tokens: shape.max_tokens as u32,
+            lanes: shape.topk as u32,
+            experts: shape.experts as u32,
+            local_experts: shape.local_experts() as u32,
+            row_bytes: shape.row_bytes as u32,
+            scale_packs: shape.scale_packs as u32,
+            alignment: shape.alignment as u32,
+            token_capacity: shape.token_capacity as u32,
+            row_capacity: shape.row_capacity as u32,
+            senders: grid.senders as u32,
+            row_warps: grid.row_warps as u32,
+            stages: grid.stages as u32,
+            stage_bytes: grid.stage_bytes as u32,
+            drawn: grid.drawn as u32,
+            control: grid.control as u32,
+            base: grid.base as u32,
+            total: grid.total as u32,
+            start: grid.start as u32,
+            warp_counts: grid.warp_counts as u32,
+            ..DispatchParams::default()
+        };
+        Ok(DispatchPlan { kernel, shape: *shape, grid, params, output, handle })
+    }
+
+    /// Enqueues a dispatch.
+    ///
+    /// # Safety
+    /// The plan is this engine's. Addresses are valid on this device for what [`DispatchLaunch`] says until the kernel has
+    /// ended; `tokens` is at most the shape's maximum and the slots exist and are this call's. `stream` belongs to the engine's
+    /// context, and the buffer's operations are ordered on it. A cached call's handle slot was filled by an earlier dispatch of
+    /// the same shape and tokens.
+    pub(crate) unsafe fn dispatch(
+        &self,
+        plan: &DispatchPlan,
+        call: &DispatchLaunch,
+        stream: CUstream,
+    ) -> Result<()> {
+        let senders = plan.grid.senders as u32;
+        let bulk = scales_in_bulk(&plan.shape, call.scale_row_stride, call.scale_pack_stride, call.scales);
+        let params = DispatchParams {
+            x: call.x,
+            scales: call.scales,
+            topk_idx: call.topk_idx,
+            weights: call.weights,
+            stats: call.stats,
+            scale_row_stride: call.scale_row_stride,
+            scale_pack_stride: call.scale_pack_stride,
+            place: call.output_slot as u32 | (call.handle_slot as u32) << 8 | senders << 20,
+            call: call.digest,
+            tokens: call.tokens as u32,
+            scales_in_bulk: u32::from(bulk),
+            zero_padding: u32::from(call.zero_padding),
+            count_tag: call.count_tag,
+            ..plan.params
+        };
+        let shape =
+            LaunchShape { blocks: plan.grid.blocks, threads: THREADS, shared_bytes: plan.grid.shared_bytes };
+        // SAFETY: DispatchParams are the kernel's; the caller vouches for addresses, slots and stream, the engine for the heaps.
+        unsafe { self.launch("dispatch", &plan.kernel, shape, &params, stream) }
+    }
+}

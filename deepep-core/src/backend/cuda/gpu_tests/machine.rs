@@ -1,0 +1,229 @@
+//! GPUs of this machine, and groups of ranks on them in this one process.
+
+use std::time::{Duration, Instant};
+
+use cuda_vmm::sys::{CUevent, CUresult, CUstream};
+use cuda_vmm::{Context, Cuda, Memory, PeerAccess, PlainMemory};
+
+use super::super::{Engine, EngineOptions, StatusBlock};
+use crate::layout::{HeapConfig, HeapLayout, Operation, Phase, RecordKind};
+
+/// Longest wait of a kernel, and of the host for all kernels of a round.
+const KERNEL_TIMEOUT: Duration = Duration::from_secs(4);
+const ROUND_TIMEOUT: Duration = Duration::from_secs(12);
+
+pub(super) type Outcome<T = ()> = Result<T, Box<dyn std::error::Error>>;
+
+pub(super) struct Machine {
+    contexts: Vec<Context>,
+    _access: Vec<PeerAccess>,
+}
+
+impl Machine {
+    /// The GPUs, or the reason why there are none.
+    pub(super) fn find() -> Outcome<Result<Self, String>> {
+        let cuda = match Cuda::get() {
+            Ok(cuda) => cuda,
+            Err(error) => return Ok(Err(error.to_string())),
+        };
+        let contexts: Vec<Context> =
+            cuda.devices()?.iter().map(|d| d.primary_context()).collect::<Result<_, _>>()?;
+        if contexts.is_empty() {
+            return Ok(Err("the driver shows no device".into()));
+        }
+        let mut access = Vec::new();
+        for (i, from) in contexts.iter().enumerate() {
+            for (j, to) in contexts.iter().enumerate() {
+                if i != j && from.device().can_access(to.device())? {
+                    access.push(from.enable_peer_access(to)?);
+                }
+            }
+        }
+        Ok(Ok(Self { contexts, _access: access }))
+    }
+
+    pub(super) fn devices(&self) -> usize {
+        self.contexts.len()
+    }
+}
+
+/// Device memory with its contents' length.
+pub(super) struct Buffer {
+    memory: PlainMemory,
+}
+
+impl Buffer {
+    pub(super) fn new(context: &Context, bytes: usize) -> Outcome<Self> {
+        Ok(Self { memory: PlainMemory::new(context, bytes.max(256))? })
+    }
+
+    pub(super) fn address(&self) -> u64 {
+        self.memory.address().get()
+    }
+
+    pub(super) fn write(&self, bytes: &[u8]) -> Outcome {
+        if !bytes.is_empty() {
+            self.memory.context().upload(&self.memory, 0, bytes)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn fill(&self, offset: usize, length: usize, value: u8) -> Outcome {
+        if length > 0 {
+            self.memory.context().fill(&self.memory, offset, length, value)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn read(&self, offset: usize, length: usize) -> Outcome<Vec<u8>> {
+        let mut bytes = vec![0; length];
+        if length > 0 {
+            self.memory.context().download(&self.memory, offset, &mut bytes)?;
+        }
+        Ok(bytes)
+    }
+}
+
+pub(super) struct Rank {
+    pub(super) engine: Engine,
+    pub(super) status: StatusBlock,
+    pub(super) heap: Buffer,
+    pub(super) stream: CUstream,
+    pub(super) context: Context,
+}
+
+impl Rank {
+    pub(super) fn event(&self) -> Outcome<CUevent> {
+        let _bound = self.context.bind()?;
+        let mut event = std::ptr::null_mut();
+        // SAFETY: `event` is valid for one write; a context is current. Left to the context's end: this is a test.
+        unsafe { self.context.device().cuda().driver().cuEventCreate(&mut event, 0) }?;
+        Ok(event)
+    }
+
+    pub(super) fn record(&self, event: CUevent) -> Outcome {
+        let _bound = self.context.bind()?;
+        // SAFETY: event and stream belong to this context.
+        unsafe { self.context.device().cuda().driver().cuEventRecord(event, self.stream) }?;
+        Ok(())
+    }
+
+    pub(super) fn microseconds(&self, from: CUevent, to: CUevent) -> Outcome<f64> {
+        let _bound = self.context.bind()?;
+        let mut ms = 0f32;
+        // SAFETY: both events were recorded and have completed.
+        unsafe { self.context.device().cuda().driver().cuEventElapsedTime(&mut ms, from, to) }?;
+        Ok(f64::from(ms) * 1e3)
+    }
+
+    /// Overwrites memory in stream order, for example to empty the L2 cache.
+    pub(super) fn overwrite(&self, buffer: &Buffer, bytes: usize) -> Outcome {
+        let _bound = self.context.bind()?;
+        let driver = self.context.device().cuda().driver();
+        // SAFETY: the buffer has that many bytes and is alive until the stream has been waited for.
+        unsafe { driver.cuMemsetD8Async(buffer.address(), 0, bytes, self.stream) }?;
+        Ok(())
+    }
+}
+
+/// Ranks 0..R on the machine's devices, in turn.
+pub(super) struct Group {
+    pub(super) ranks: Vec<Rank>,
+    pub(super) layout: HeapLayout,
+}
+
+impl Group {
+    pub(super) fn new(machine: &Machine, config: &HeapConfig, blocks: usize) -> Outcome<Self> {
+        let layout = HeapLayout::new(config)?;
+        let devices = machine.devices();
+        let context = |r: usize| &machine.contexts[r % devices];
+        let mut heaps = Vec::new();
+        for r in 0..layout.ranks {
+            let heap = Buffer::new(context(r), layout.bytes)?;
+            heap.fill(0, layout.bytes, 0xa5)?;
+            heap.fill(0, layout.workspace.bytes, 0)?;
+            heaps.push(heap);
+        }
+        let bases: Vec<u64> = heaps.iter().map(Buffer::address).collect();
+        let sharing = layout.ranks.div_ceil(devices);
+        let mut ranks = Vec::new();
+        for (r, heap) in heaps.into_iter().enumerate() {
+            let context = context(r).clone();
+            let status = StatusBlock::new(&context, layout.status)?;
+            let options = EngineOptions {
+                timeout: KERNEL_TIMEOUT,
+                // Ranks on one device share its multiprocessors out: all blocks of all ranks must be resident.
+                max_blocks: match (blocks, sharing) {
+                    (0, 1) => 0,
+                    (0, n) => 120 / n,
+                    (b, n) => b.min(120 / n),
+                },
+                cooperative: match std::env::var("DEEPEP_TEST_COOPERATIVE") {
+                    Ok(value) => value == "1",
+                    Err(_) => sharing == 1,
+                },
+                ..EngineOptions::default()
+            };
+            // SAFETY: every heap has this layout, is reachable from all devices (peer access is enabled where devices differ),
+            // its workspace was zeroed, and the group keeps heaps and engines together; the status block has the layout's form.
+            let engine =
+                unsafe { Engine::new(context.clone(), layout, r, &bases, status.device_address(), options) }?;
+            let _bound = context.bind()?;
+            let mut stream = std::ptr::null_mut();
+            // SAFETY: `stream` is valid for one write; flag 1 makes it independent of the default stream. Destroyed in Drop.
+            unsafe { context.device().cuda().driver().cuStreamCreate(&mut stream, 1) }?;
+            drop(_bound);
+            ranks.push(Rank { engine, status, heap, stream, context });
+        }
+        Ok(Self { ranks, layout })
+    }
+
+    /// Waits for all streams, then looks for reports.
+    pub(super) fn wait(&self) -> Outcome {
+        let deadline = Instant::now() + ROUND_TIMEOUT;
+        let mut late = false;
+        for rank in &self.ranks {
+            loop {
+                let _bound = rank.context.bind()?;
+                // SAFETY: the stream is this rank's own.
+                match unsafe { rank.context.device().cuda().driver().cuStreamQuery(rank.stream) } {
+                    Ok(()) => break,
+                    Err(e) if e.status() == Some(CUresult::CUDA_ERROR_NOT_READY) => {}
+                    Err(e) => return Err(format!("{e}; {}", self.reports()).into()),
+                }
+                if Instant::now() > deadline {
+                    late = true;
+                    break;
+                }
+                std::hint::spin_loop();
+            }
+        }
+        let reports = self.reports();
+        if late {
+            return Err(format!("kernels still run after {ROUND_TIMEOUT:?}; {reports}").into());
+        }
+        if !reports.is_empty() { Err(reports.into()) } else { Ok(()) }
+    }
+
+    /// Abort records of all ranks.
+    pub(super) fn reports(&self) -> String {
+        let mut text = String::new();
+        for (r, rank) in self.ranks.iter().enumerate() {
+            if let Some(report) = rank.status.report(RecordKind::Abort) {
+                let operation = Operation::from_code(report.operation).map_or("?", Operation::describe);
+                let phase = Phase::from_code(report.phase).map_or("?", Phase::describe);
+                text += &format!("[rank {r}: {operation}, {phase}: {report:?}] ");
+            }
+        }
+        text
+    }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        if let Ok(_bound) = self.context.bind() {
+            // SAFETY: created by the group, destroyed once.
+            let _ = unsafe { self.context.device().cuda().driver().cuStreamDestroy(self.stream) };
+        }
+    }
+}

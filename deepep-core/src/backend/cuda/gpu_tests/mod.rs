@@ -1,0 +1,339 @@
+//! The kernels on GPUs, against the oracle, bit by bit. All ranks live in this process; on a machine without a GPU the tests say so.
+//!
+//! `DEEPEP_TEST_RANKS=1,2,4` chooses the numbers of ranks (more than there are GPUs is fine), `DEEPEP_TEST_ROUNDS` the rounds of the stress
+//! test. `times` prints end-to-end times and is run by name: `--ignored times`.
+
+mod cases;
+mod check;
+mod faults;
+mod input;
+mod machine;
+mod oracle;
+mod times;
+
+use std::time::Instant;
+
+use self::check::{POISON, Slots};
+use self::input::{Case, Input, Random};
+use self::machine::{Buffer, Group, Machine, Outcome};
+use self::oracle::Received;
+use super::{CombineLaunch, CombinePlan, DispatchLaunch, DispatchPlan, Engine};
+use crate::layout::{HeapConfig, HeapLayout, Placement};
+
+const OUTPUT_SLOTS: usize = 3;
+const HANDLE_SLOTS: usize = 2;
+
+fn machine() -> Option<Machine> {
+    match Machine::find().unwrap_or_else(|e| panic!("{e}")) {
+        Ok(machine) => Some(machine),
+        Err(reason) => {
+            eprintln!("skipped: no CUDA device ({reason})");
+            None
+        }
+    }
+}
+
+fn numbers(variable: &str, default: &[usize]) -> Vec<usize> {
+    match std::env::var(variable) {
+        Ok(text) => text.split(',').filter_map(|n| n.trim().parse().ok()).collect(),
+        Err(_) => default.to_vec(),
+    }
+}
+
+/// Device memory for what the ranks give and get.
+struct Tensors {
+    x: Buffer,
+    scales: Buffer,
+    experts: Buffer,
+    weights: Buffer,
+    rows: Buffer,
+    biases: [Buffer; 2],
+    out: Buffer,
+    out_weights: Buffer,
+}
+
+impl Tensors {
+    fn new(group: &Group, rank: usize, case: &Case) -> Outcome<Self> {
+        let context = &group.ranks[rank].context;
+        let (m, shape) = (case.max_tokens, case.dispatch_shape());
+        let bytes = |count: usize, each: usize| Buffer::new(context, count * each);
+        Ok(Self {
+            x: bytes(m, case.row_bytes)?,
+            scales: bytes(m, case.scale_packs * 4)?,
+            experts: bytes(m * case.topk, 8)?,
+            weights: bytes(m * case.topk, 4)?,
+            rows: bytes(shape.row_capacity, case.hidden * 2)?,
+            biases: [bytes(m, case.hidden * 2)?, bytes(m, case.hidden * 2)?],
+            out: bytes(m, case.hidden * 2)?,
+            out_weights: bytes(m * case.topk, 4)?,
+        })
+    }
+}
+
+/// Ranks with plans and memory for rounds of one case. Two sets of tensors, so that calls can follow each other without a wait.
+struct Bench {
+    case: Case,
+    group: Group,
+    dispatch: Vec<DispatchPlan>,
+    combine: Vec<CombinePlan>,
+    tensors: [Vec<Tensors>; 2],
+}
+
+/// One dispatch and combine: what goes in, and what must come out.
+struct Round {
+    inputs: Vec<Input>,
+    received: Vec<Received>,
+    /// What each rank's experts make of their rows.
+    rows: Vec<Vec<u16>>,
+    biases: Vec<Vec<Vec<u16>>>,
+}
+
+impl Bench {
+    fn new(machine: &Machine, case: &Case) -> Outcome<Self> {
+        let config = HeapConfig {
+            dispatch: vec![case.dispatch_shape()],
+            combine: vec![case.combine_shape()],
+            output_slots: OUTPUT_SLOTS,
+            handle_slots: HANDLE_SLOTS,
+            receive_sets: case.sets,
+        };
+        let group = Group::new(machine, &config, case.blocks)?;
+        let (dispatch, combine) = (case.dispatch_shape(), case.combine_shape());
+        let plan = |r: &machine::Rank| {
+            Ok((r.engine.plan_dispatch(&dispatch)?, r.engine.plan_combine(&combine, &dispatch)?))
+        };
+        let plans: Outcome<Vec<_>> = group.ranks.iter().map(plan).collect();
+        let (dispatch, combine) = plans?.into_iter().unzip();
+        let tensors = |_| (0..case.ranks).map(|r| Tensors::new(&group, r, case)).collect::<Outcome<Vec<_>>>();
+        let tensors = [tensors(0)?, tensors(1)?];
+        Ok(Self { case: case.clone(), group, dispatch, combine, tensors })
+    }
+
+    fn layout(&self) -> &HeapLayout {
+        &self.group.layout
+    }
+
+    fn prepare(&self, inputs: Vec<Input>, seed: u64) -> Round {
+        let case = &self.case;
+        let received = oracle::dispatch(case, &inputs);
+        let row_count = |r: &Received| match case.placement {
+            Placement::Plain => r.tokens.len(),
+            Placement::Expanded => r.rows.len(),
+        };
+        let values = |what: u64, rank: usize, rows: usize| {
+            Random::new(&[seed, what, rank as u64]).bf16(rows * case.hidden, case.wild)
+        };
+        let rows = received.iter().enumerate().map(|(r, all)| values(7, r, row_count(all))).collect();
+        let biases = (0..case.ranks)
+            .map(|r| (0..case.biases).map(|b| values(8 + b as u64, r, inputs[r].tokens)).collect())
+            .collect();
+        Round { inputs, received, rows, biases }
+    }
+
+    fn upload(&self, set: usize, round: &Round) -> Outcome {
+        for (r, t) in self.tensors[set].iter().enumerate() {
+            let input = &round.inputs[r];
+            t.x.write(&input.x)?;
+            t.scales.write(&input.scale_bytes(&self.case))?;
+            t.experts.write(&input.expert_bytes(self.case.index))?;
+            t.weights.write(&input::bytes_of(&input.weights, f32::to_le_bytes))?;
+            t.rows.write(&input::bytes_of(&round.rows[r], u16::to_le_bytes))?;
+            for (buffer, values) in t.biases.iter().zip(&round.biases[r]) {
+                buffer.write(&input::bytes_of(values, u16::to_le_bytes))?;
+            }
+            t.out.fill(0, input.tokens * self.case.hidden * 2, POISON)?;
+            t.out_weights.fill(0, input.tokens * self.case.topk * 4, POISON)?;
+        }
+        Ok(())
+    }
+
+    /// Nothing of an earlier round is left in the slots and the receive area.
+    fn poison(&self) -> Outcome {
+        let l = self.layout();
+        for rank in &self.group.ranks {
+            rank.heap.fill(l.handles.offset, l.bytes - l.handles.offset, POISON)?;
+        }
+        Ok(())
+    }
+
+    fn launch_dispatch(&self, r: usize, set: usize, output: usize, handle: usize, cached: bool) -> Outcome {
+        let (case, t, rank) = (&self.case, &self.tensors[set][r], &self.group.ranks[r]);
+        let (row, pack) =
+            if case.scales_by_column { (1, case.tokens[r] as i64) } else { (case.scale_packs as i64, 1) };
+        let call = DispatchLaunch {
+            x: t.x.address(),
+            scales: if case.scale_packs > 0 { t.scales.address() } else { 0 },
+            scale_row_stride: row,
+            scale_pack_stride: pack,
+            topk_idx: if cached { 0 } else { t.experts.address() },
+            weights: if case.weights { t.weights.address() } else { 0 },
+            tokens: case.tokens[r],
+            output_slot: output,
+            handle_slot: handle,
+            zero_padding: case.zero_padding,
+            digest: 77 + u32::from(cached),
+            ..DispatchLaunch::default()
+        };
+        // SAFETY: the plan is this engine's; the tensors have the case's sizes and outlive the round, which waits; slots exist; the stream
+        // is the rank's own.
+        unsafe { rank.engine.dispatch(&self.dispatch[r], &call, rank.stream) }?;
+        Ok(())
+    }
+
+    fn launch_combine(&self, r: usize, set: usize, output: usize, handle: usize) -> Outcome {
+        let (case, t, rank) = (&self.case, &self.tensors[set][r], &self.group.ranks[r]);
+        let slot = rank.heap.address() + self.layout().outputs.at(output) as u64;
+        let o = self.dispatch[r].output();
+        // Weights go back as dispatch delivered them.
+        let weights = match case.placement {
+            Placement::Plain => o.lane_weight,
+            Placement::Expanded => o.row_weight,
+        };
+        let back = case.weights && (case.placement == Placement::Plain || case.reduce_first);
+        let bias = |b: usize| if case.biases > b { t.biases[b].address() } else { 0 };
+        let call = CombineLaunch {
+            x: t.rows.address(),
+            weights: if back { slot + weights as u64 } else { 0 },
+            biases: [bias(0), bias(1)],
+            out: t.out.address(),
+            out_weights: if back { t.out_weights.address() } else { 0 },
+            tokens: case.tokens[r],
+            handle_slot: handle,
+        };
+        // SAFETY: as above; the handle slot was filled by the dispatch before it on the same stream.
+        unsafe { rank.engine.combine(&self.combine[r], &call, rank.stream) }?;
+        Ok(())
+    }
+
+    fn check_dispatch(
+        &self,
+        round: &Round,
+        inputs: &[Input],
+        output: usize,
+        handle: usize,
+        cached: bool,
+    ) -> Outcome {
+        for r in 0..self.case.ranks {
+            let slots = Slots::read(&self.group, r, self.dispatch[r].shape(), output, handle)?;
+            check::dispatched(&self.case, r, &slots, &round.received, inputs, cached).map_err(|e| {
+                format!("{} dispatch, rank {r}: {e}", if cached { "cached" } else { "fresh" })
+            })?;
+        }
+        Ok(())
+    }
+
+    fn check_combine(&self, set: usize, round: &Round) -> Outcome {
+        let case = &self.case;
+        let back = case.weights && (case.placement == Placement::Plain || case.reduce_first);
+        for r in 0..case.ranks {
+            let t = &self.tensors[set][r];
+            let got = t.out.read(0, case.tokens[r] * case.hidden * 2)?;
+            let weights = t.out_weights.read(0, case.tokens[r] * case.topk * 4)?;
+            let want =
+                oracle::combine(case, &round.received, &round.inputs[r], r, &round.rows, &round.biases[r]);
+            check::combined(case, &got, &want, back.then_some(&weights[..]), &round.inputs[r])
+                .map_err(|e| format!("combine, rank {r}: {e}"))?;
+        }
+        Ok(())
+    }
+
+    /// Enqueues one operation on every rank; `careful` waits for it.
+    fn each(&self, careful: bool, operation: impl Fn(usize) -> Outcome) -> Outcome {
+        (0..self.case.ranks).try_for_each(operation)?;
+        if careful { self.group.wait() } else { Ok(()) }
+    }
+
+    /// Fresh dispatch, combine, cached dispatch with other rows, fresh dispatch with other routes, combine; then checks all of it.
+    fn round(&self, seed: u64, careful: bool) -> Outcome {
+        let case = &self.case;
+        let inputs = |seed| (0..case.ranks).map(|r| Input::new(case, r, seed)).collect::<Vec<_>>();
+        let first = self.prepare(inputs(seed), seed);
+        let second = self.prepare(inputs(seed ^ 0xdead), seed ^ 0xdead);
+        self.poison()?;
+        self.upload(0, &first)?;
+        self.upload(1, &second)?;
+        // The cached call sends the second set's rows along the first set's routes.
+        let refreshed: Vec<Input> =
+            first.inputs.iter().enumerate().map(|(r, i)| i.refreshed(case, r, seed ^ 0xdead)).collect();
+        self.each(careful, |r| self.launch_dispatch(r, 0, 0, 0, false))?;
+        if careful {
+            self.check_dispatch(&first, &first.inputs, 0, 0, false)?;
+        }
+        self.each(careful, |r| self.launch_combine(r, 0, 0, 0))?;
+        self.each(careful, |r| self.launch_dispatch(r, 1, 1, 0, true))?;
+        self.each(careful, |r| self.launch_dispatch(r, 1, 2, 1, false))?;
+        self.each(careful, |r| self.launch_combine(r, 1, 2, 1))?;
+        self.group.wait()?;
+        self.check_dispatch(&first, &first.inputs, 0, 0, false)?;
+        self.check_combine(0, &first)?;
+        self.check_dispatch(&first, &refreshed, 1, 0, true)?;
+        self.check_dispatch(&second, &second.inputs, 2, 1, false)?;
+        self.check_combine(1, &second)
+    }
+}
+
+#[test]
+fn every_case_matches_the_oracle() {
+    let Some(machine) = machine() else { return };
+    let mut failures = 0;
+    for ranks in numbers("DEEPEP_TEST_RANKS", &[1, 2, 3, 4, 8]) {
+        let all = cases::all(ranks);
+        let (count, start) = (all.len(), Instant::now());
+        let mut bad = 0;
+        for (name, case) in all {
+            let outcome =
+                Bench::new(&machine, &case).and_then(|b| b.round(1, true).and_then(|()| b.round(2, false)));
+            if let Err(e) = outcome {
+                eprintln!("FAILED {ranks} ranks, {name}: {e}\n  {case:?}");
+                bad += 1;
+            }
+            if bad > 5 {
+                break;
+            }
+        }
+        eprintln!(
+            "{ranks} ranks on {} GPUs: {count} cases, {bad} failed, {:.1?}",
+            machine.devices(),
+            start.elapsed()
+        );
+        failures += bad;
+    }
+    assert_eq!(failures, 0);
+}
+
+#[test]
+fn a_planted_error_is_found() {
+    let Some(machine) = machine() else { return };
+    let case = Case::new(2, 33, Placement::Expanded);
+    let bench = Bench::new(&machine, &case).unwrap();
+    bench.round(5, true).unwrap();
+    let round = bench.prepare((0..2).map(|r| Input::new(&case, r, 5)).collect(), 5);
+    let mut slots = Slots::read(&bench.group, 1, bench.dispatch[1].shape(), 0, 0).unwrap();
+    check::dispatched(&case, 1, &slots, &round.received, &round.inputs, false).unwrap();
+    slots.output[case.row_bytes + 5] ^= 1;
+    let error = check::dispatched(&case, 1, &slots, &round.received, &round.inputs, false).unwrap_err();
+    assert!(error.to_string().contains("row[1]: byte 5"), "{error}");
+}
+
+#[test]
+fn rounds_without_waits_in_between() {
+    let Some(machine) = machine() else { return };
+    let rounds = numbers("DEEPEP_TEST_ROUNDS", &[200])[0] as u64;
+    for ranks in numbers("DEEPEP_TEST_RANKS", &[1, 2, 3, 4, 8]) {
+        for (name, case) in cases::stress(ranks) {
+            let bench = Bench::new(&machine, &case).unwrap_or_else(|e| panic!("{name}: {e}"));
+            let start = Instant::now();
+            for seed in 0..rounds {
+                bench
+                    .round(1000 + seed, false)
+                    .unwrap_or_else(|e| panic!("{ranks} ranks, {name}, round {seed}: {e}"));
+            }
+            eprintln!("{ranks} ranks, {name}: {rounds} rounds, {:.1?}", start.elapsed());
+        }
+    }
+}
+
+/// The engine of a rank, for tests that need no slots.
+fn engine(bench: &Bench, rank: usize) -> &Engine {
+    &bench.group.ranks[rank].engine
+}

@@ -1,0 +1,230 @@
+//! How many blocks a kernel gets, what each does, and how its shared memory is divided.
+
+use crate::error::{Error, Result};
+use crate::jit::{COMBINE_CONTROL_BYTES, DISPATCH_CONTROL_BYTES, THREADS};
+use crate::layout::{CombineShape, DispatchShape, MAX_BLOCKS, MAX_SENDERS, Placement, ScaleOrder, align_up};
+
+const WARPS: usize = THREADS / 32;
+/// Alignment of a stage: a bulk copy's is 16, a cache line's 128.
+const STAGE_ALIGNMENT: usize = 128;
+/// Stages of a row warp at most: eight lanes share one.
+const MAX_STAGES: usize = 4;
+/// Tokens of one sending block at most: it counts them in 16 bits.
+const MAX_CHUNK: usize = u16::MAX as usize;
+
+/// What a device offers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Limits {
+    /// Multiprocessors that operations may use: each holds one block.
+    pub(super) blocks: usize,
+    /// Shared memory of a block.
+    pub(super) shared_bytes: usize,
+}
+
+/// Geometry of a dispatch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct DispatchGrid {
+    pub(super) blocks: usize,
+    pub(super) senders: usize,
+    pub(super) row_warps: usize,
+    pub(super) stages: usize,
+    pub(super) stage_bytes: usize,
+    /// Eighths of the rows that are drawn by ticket.
+    pub(super) drawn: usize,
+    pub(super) control: usize,
+    pub(super) base: usize,
+    pub(super) total: usize,
+    pub(super) start: usize,
+    pub(super) warp_counts: usize,
+    pub(super) shared_bytes: usize,
+}
+
+/// Whether scales travel by bulk copies, given contiguous rows of them.
+pub(super) fn scales_in_bulk(shape: &DispatchShape, row_stride: i64, pack_stride: i64, address: u64) -> bool {
+    let packs = shape.scale_packs;
+    packs > 0
+        && packs.is_multiple_of(4)
+        && shape.scale_order == ScaleOrder::RowMajor
+        && pack_stride == 1
+        && row_stride % 4 == 0
+        && address.is_multiple_of(16)
+}
+
+impl DispatchGrid {
+    pub(super) fn new(shape: &DispatchShape, limits: Limits) -> Result<Self> {
+        let expanded = shape.placement == Placement::Expanded;
+        let counts = shape.experts + shape.ranks;
+        let fixed = [
+            DISPATCH_CONTROL_BYTES,
+            counts * 4,
+            counts * 4,
+            (shape.local_experts() + 1) * 4,
+            WARPS * counts * 2,
+        ]
+        .map(|bytes| align_up(bytes, 16));
+        let stage_bytes = align_up(shape.row_bytes + shape.scale_bytes(), STAGE_ALIGNMENT);
+        let tables: usize = fixed.iter().sum();
+        let stages = limits.shared_bytes.saturating_sub(tables) / stage_bytes;
+        if stages == 0 {
+            let need = format!(
+                "with {} experts a block has {} bytes for rows and scales, of {} bytes of shared memory",
+                shape.experts,
+                limits.shared_bytes.saturating_sub(tables),
+                limits.shared_bytes
+            );
+            return Err(Error::invalid(
+                "row_bytes + scale bytes",
+                shape.row_bytes + shape.scale_bytes(),
+                need,
+            ));
+        }
+        let depth = match stages {
+            24.. => MAX_STAGES,
+            9.. => 3,
+            4.. => 2,
+            _ => 1,
+        };
+        // The announcer is a warp of its own, and gaps are zeroed by warps without rows.
+        let most_warps = if expanded { WARPS - 2 } else { WARPS };
+        let row_warps = (stages / depth).min(most_warps);
+        let (blocks, senders) = Self::roles(shape, limits.blocks.clamp(1, MAX_BLOCKS));
+        if senders * MAX_CHUNK < shape.max_tokens {
+            let need = format!("{senders} sending blocks take at most {} tokens", senders * MAX_CHUNK);
+            return Err(Error::invalid("max_tokens", shape.max_tokens, need));
+        }
+        let mut at = row_warps * depth * stage_bytes;
+        let mut take = |bytes: usize| {
+            let offset = at;
+            at += bytes;
+            offset
+        };
+        let [control, base, total, start, warp_counts] = fixed.map(&mut take);
+        Ok(Self {
+            blocks,
+            senders,
+            row_warps,
+            stages: depth,
+            stage_bytes,
+            drawn: if senders > 1 { 6 } else { 0 },
+            control,
+            base,
+            total,
+            start,
+            warp_counts,
+            shared_bytes: at,
+        })
+    }
+
+    /// Blocks, and how many of them send. Sixteen senders fill the link; expanded rows need as many movers as there are.
+    fn roles(shape: &DispatchShape, available: usize) -> (usize, usize) {
+        let few = available.min(MAX_SENDERS);
+        if shape.ranks == 1 {
+            return match shape.placement {
+                Placement::Plain => (few, few),
+                Placement::Expanded => (available, available.div_ceil(4).min(16)),
+            };
+        }
+        match shape.placement {
+            Placement::Plain if available >= 32 => (32, 16),
+            Placement::Plain => (available, available),
+            Placement::Expanded if available >= 96 => (available, 28),
+            Placement::Expanded if available >= 8 => (available, (available / 2).min(24)),
+            Placement::Expanded => (available, available),
+        }
+    }
+}
+
+/// Geometry of a combine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct CombineGrid {
+    pub(super) blocks: usize,
+    pub(super) row_warps: usize,
+    pub(super) stages: usize,
+    pub(super) stage_bytes: usize,
+    pub(super) control: usize,
+    pub(super) shared_bytes: usize,
+}
+
+impl CombineGrid {
+    pub(super) fn new(shape: &CombineShape, limits: Limits) -> Result<Self> {
+        let blocks = limits.blocks.clamp(1, MAX_BLOCKS);
+        let stage_bytes = align_up(shape.row_bytes, STAGE_ALIGNMENT);
+        let stages = limits.shared_bytes.saturating_sub(COMBINE_CONTROL_BYTES) / stage_bytes;
+        if stages == 0 {
+            let need = format!("a block has {} bytes of shared memory", limits.shared_bytes);
+            return Err(Error::invalid("combine row_bytes", shape.row_bytes, need));
+        }
+        // The link wants 48 to 64 rows of 14 KB in flight, and not more.
+        let (warps, depth) = match (shape.placement, blocks) {
+            (Placement::Plain, 128..) => (1, 2),
+            (Placement::Plain, 64..) => (1, 3),
+            (Placement::Plain, 32..) => (1, 2),
+            (Placement::Plain, 16..) => (2, 2),
+            (Placement::Plain, _) => (3, 3),
+            (Placement::Expanded, 96..) => (4, 2),
+            (Placement::Expanded, _) => (7, 1),
+        };
+        let row_warps = if shape.ranks == 1 { 0 } else { warps.min(stages) };
+        let depth = if row_warps == 0 { 0 } else { depth.min(stages / row_warps) };
+        let control = row_warps * depth * stage_bytes;
+        let shared_bytes = control + COMBINE_CONTROL_BYTES;
+        Ok(Self { blocks, row_warps, stages: depth, stage_bytes, control, shared_bytes })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::test_shapes::{combine, dispatch};
+
+    const HOPPER: Limits = Limits { blocks: 132, shared_bytes: 232_448 };
+
+    #[test]
+    fn usual_shapes() {
+        let g = DispatchGrid::new(&dispatch(2, 4096, Placement::Plain), HOPPER).unwrap();
+        assert_eq!((g.blocks, g.senders, g.row_warps, g.stages), (32, 16, 7, 4));
+        let mut bf16 = dispatch(2, 4096, Placement::Expanded);
+        (bf16.row_bytes, bf16.scale_packs) = (14336, 0);
+        let g = DispatchGrid::new(&bf16, HOPPER).unwrap();
+        assert_eq!((g.blocks, g.senders, g.row_warps, g.stages), (132, 28, 5, 3));
+        let g = CombineGrid::new(&combine(2, 8, Placement::Plain, true), HOPPER).unwrap();
+        assert_eq!((g.blocks, g.row_warps, g.stages), (132, 1, 2));
+    }
+
+    #[test]
+    fn every_shape_fits_or_is_refused() {
+        for ranks in [1, 2, 3, 8] {
+            for placement in [Placement::Plain, Placement::Expanded] {
+                for (experts, row, packs) in [
+                    (8, 16, 0),
+                    (256, 7168, 56),
+                    (2048, 28672, 1),
+                    (2048, 128 << 10, 0),
+                    (256, 128 << 10, 4096),
+                ] {
+                    for blocks in [1, 2, 7, 8, 31, 32, 100, 500] {
+                        let mut s = dispatch(ranks, 512, placement);
+                        (s.experts, s.row_bytes, s.scale_packs) = (experts / ranks * ranks, row, packs);
+                        let limits = Limits { blocks, ..HOPPER };
+                        let Ok(g) = DispatchGrid::new(&s, limits) else {
+                            assert!(row + 4 * packs > 100_000, "{s:?}");
+                            continue;
+                        };
+                        assert!(g.shared_bytes <= HOPPER.shared_bytes, "{s:?} {g:?}");
+                        assert!(g.blocks <= blocks.min(MAX_BLOCKS) && g.senders <= g.blocks);
+                        assert!((1..=MAX_SENDERS).contains(&g.senders) && g.row_warps >= 1);
+                        assert!(g.control.is_multiple_of(16) && g.warp_counts.is_multiple_of(16));
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_chunk_is_countable() {
+        let s = dispatch(2, 1 << 17, Placement::Plain);
+        let few = Limits { blocks: 2, ..HOPPER };
+        assert!(DispatchGrid::new(&s, few).unwrap_err().to_string().starts_with("max_tokens"));
+        DispatchGrid::new(&s, HOPPER).unwrap();
+    }
+}

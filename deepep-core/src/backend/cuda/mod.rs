@@ -1,0 +1,226 @@
+//! Operations on a GPU: kernels of this crate on the caller's stream.
+//!
+//! [`Engine`] knows one rank's device, its kernels and the heaps of all ranks. It works on addresses; who owns what lies there is
+//! settled above it. A call allocates nothing, waits for nothing, and can be captured in a CUDA graph.
+
+mod combine;
+mod dispatch;
+mod grid;
+mod module;
+mod status;
+
+#[cfg(test)]
+mod gpu_tests;
+
+use std::ffi::c_void;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cuda_vmm::Context;
+use cuda_vmm::sys::{
+    CUdevice_attribute, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue, CUlaunchConfig,
+    CUstream, CallError,
+};
+
+#[allow(unused_imports)] // As the module.
+pub(crate) use combine::{CombineLaunch, CombinePlan};
+#[allow(unused_imports)]
+pub(crate) use dispatch::{DispatchLaunch, DispatchPlan};
+#[allow(unused_imports)]
+pub(crate) use status::StatusBlock;
+
+use self::grid::Limits;
+use self::module::{Kernel, Kernels};
+use crate::error::{Error, Result};
+use crate::jit::params::{BarrierParams, Domain};
+use crate::jit::{Arch, BARRIER_THREADS, Cache, Program};
+use crate::layout::{HeapLayout, MAX_RANKS};
+
+/// Settings of an [`Engine`] that have good defaults.
+#[derive(Clone, Debug)]
+pub(crate) struct EngineOptions {
+    /// Longest wait of a kernel for a peer.
+    pub(crate) timeout: Duration,
+    /// Multiprocessors an operation may use at most; 0 for all. Ranks that share a device must share them out.
+    pub(crate) max_blocks: usize,
+    /// Launch so that the driver refuses a grid that can't be resident as a whole. Switched off where ranks of one process share a
+    /// device and `max_blocks` sees to it.
+    pub(crate) cooperative: bool,
+    /// NVRTC's library, if it is not to be searched for.
+    pub(crate) nvrtc: Option<PathBuf>,
+    /// Where compiled kernels are kept.
+    pub(crate) cache: Cache,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        let (timeout, cache) = (Duration::from_secs(30), Cache::default_location());
+        Self { timeout, max_blocks: 0, cooperative: true, nvrtc: None, cache }
+    }
+}
+
+/// One rank's device and everything its kernels need to know.
+pub(crate) struct Engine {
+    context: Context,
+    layout: HeapLayout,
+    domain: Domain,
+    limits: Limits,
+    cooperative: bool,
+    kernels: Kernels,
+    barrier: Arc<Kernel>,
+}
+
+impl Engine {
+    /// An engine for `rank`, whose device owns `context`. `heap[r]` is the address of rank r's heap as this device sees it, `status`
+    /// that of this rank's status block.
+    ///
+    /// # Safety
+    /// Every heap has the layout `layout`, is mapped for reading and writing on this device as long as the engine and work
+    /// that it enqueued exist, and its workspace was zeroed before any rank's first operation. The status block has
+    /// `layout.status`, is zeroed, and this device can write it.
+    pub(crate) unsafe fn new(
+        context: Context,
+        layout: HeapLayout,
+        rank: usize,
+        heap: &[u64],
+        status: u64,
+        options: EngineOptions,
+    ) -> Result<Self> {
+        if heap.len() != layout.ranks || rank >= heap.len() {
+            let need = format!("there are {} ranks and {} heaps", layout.ranks, heap.len());
+            return Err(Error::invalid("rank", rank, need));
+        }
+        let device = context.device();
+        let attribute = |which| device.attribute(which).map(|v| usize::try_from(v).unwrap_or(0));
+        let multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let shared_bytes =
+            attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32;
+        let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32;
+        if major < 9 {
+            let need = "kernels use bulk copies, which Hopper (9.0) and later have";
+            return Err(Error::invalid("compute capability", format!("{major}.{minor}"), need));
+        }
+        let blocks = match options.max_blocks {
+            0 => multiprocessors,
+            most => most.min(multiprocessors),
+        };
+        let kernels = Kernels::new(
+            context.clone(),
+            Arch::new(major, minor),
+            shared_bytes,
+            options.nvrtc,
+            options.cache,
+        );
+        let barrier = kernels.get(Program::Barrier { ranks: layout.ranks })?;
+        let domain = domain(&layout, rank, heap, status, options.timeout);
+        let limits = Limits { blocks, shared_bytes };
+        Ok(Self { context, layout, domain, limits, cooperative: options.cooperative, kernels, barrier })
+    }
+
+    /// Compiles and loads kernels, so that no later call does.
+    pub(crate) fn prewarm(&self, programs: &[Program]) -> Result<()> {
+        programs.iter().try_for_each(|&program| self.kernels.get(program).map(drop))
+    }
+
+    /// Enqueues a barrier of all ranks.
+    ///
+    /// # Safety
+    /// `stream` is a stream of this engine's context. Operations of the buffer are ordered on it.
+    pub(crate) unsafe fn barrier(&self, stream: CUstream) -> Result<()> {
+        let params = BarrierParams { domain: self.domain };
+        let shape = LaunchShape { blocks: 1, threads: BARRIER_THREADS, shared_bytes: 0 };
+        // SAFETY: the parameters are those of the barrier kernel; the caller vouches for the stream, and whoever made the engine for
+        // the memory.
+        unsafe { self.launch("barrier", &self.barrier, shape, &params, stream) }
+    }
+
+    /// Enqueues a kernel whose blocks are all resident at once.
+    ///
+    /// # Safety
+    /// `P` is the kernel's parameter struct and what it points to outlives the kernel; `stream` belongs to this context.
+    unsafe fn launch<P>(
+        &self,
+        what: &'static str,
+        kernel: &Kernel,
+        shape: LaunchShape,
+        params: &P,
+        stream: CUstream,
+    ) -> Result<()> {
+        let _bound = self.context.bind()?;
+        let mut attribute = CUlaunchAttribute {
+            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
+            pad: Default::default(),
+            value: CUlaunchAttributeValue { cooperative: 1 },
+        };
+        let config = CUlaunchConfig {
+            gridDimX: shape.blocks as u32,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: shape.threads as u32,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shape.shared_bytes as u32,
+            hStream: stream,
+            attrs: &mut attribute,
+            numAttrs: u32::from(self.cooperative),
+        };
+        let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
+        let driver = self.context.device().cuda().driver();
+        // SAFETY: config, attribute and arguments live through the call, which copies them; the kernel takes one parameter, of type P
+        // (jit::params declares both sides, and the kernel asserts its size).
+        unsafe {
+            driver.cuLaunchKernelEx(&config, kernel.function(), arguments.as_mut_ptr(), std::ptr::null_mut())
+        }
+        .map_err(|source| {
+            call_failed(
+                format!(
+                    "launching {what} with {} blocks and {} B of shared memory",
+                    shape.blocks, shape.shared_bytes
+                ),
+                source,
+            )
+        })
+    }
+}
+
+/// Blocks, threads of a block, bytes of dynamic shared memory.
+#[derive(Clone, Copy, Debug)]
+struct LaunchShape {
+    blocks: usize,
+    threads: usize,
+    shared_bytes: usize,
+}
+
+fn domain(layout: &HeapLayout, rank: usize, heap: &[u64], status: u64, timeout: Duration) -> Domain {
+    let mut bases = [0; MAX_RANKS];
+    bases[..heap.len()].copy_from_slice(heap);
+    let w = &layout.workspace;
+    Domain {
+        heap: bases,
+        status,
+        timeout_ns: u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX),
+        totals: w.totals as u64,
+        ready: w.ready as u64,
+        done: w.done as u64,
+        started: w.started as u64,
+        arrived: w.arrived as u64,
+        barrier: w.barrier as u64,
+        abort: w.abort as u64,
+        epochs: w.epochs as u64,
+        tickets: w.tickets as u64,
+        partials: w.partials as u64,
+        chunks: w.chunks as u64,
+        reported: w.reported as u64,
+        cells: w.cells as u32,
+        arrived_set: w.arrived_set as u32,
+        rank: rank as u32,
+        ranks: heap.len() as u32,
+    }
+}
+
+/// A driver call that failed, as an error of this crate.
+fn call_failed(attempt: String, source: CallError) -> Error {
+    cuda_vmm::Error::Call { attempt, source }.into()
+}

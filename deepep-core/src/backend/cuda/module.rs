@@ -1,0 +1,99 @@
+//! Kernels on a device: machine code, loaded, with its function.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::path::PathBuf;
+use std::ptr;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cuda_vmm::Context;
+use cuda_vmm::sys::{CUfunction, CUfunction_attribute, CUmodule, CallError};
+use once_cell::sync::OnceCell;
+
+use super::call_failed;
+use crate::error::Result;
+use crate::jit::{Arch, Cache, Compiler, Program};
+
+/// A loaded kernel. Unloaded when the last user is gone.
+pub(super) struct Kernel {
+    context: Context,
+    module: CUmodule,
+    function: CUfunction,
+}
+
+// SAFETY: module and function handles may be used from any thread; they are addresses that are never dereferenced here.
+unsafe impl Send for Kernel {}
+// SAFETY: as above; driver calls on them are thread-safe.
+unsafe impl Sync for Kernel {}
+
+impl Kernel {
+    fn load(context: &Context, image: &[u8], program: Program, shared_bytes: usize) -> Result<Self> {
+        let driver = context.device().cuda().driver();
+        let _bound = context.bind()?;
+        let failed = |source: CallError| call_failed(format!("loading {}", program.entry()), source);
+        let mut module = ptr::null_mut();
+        // SAFETY: a context is current; the image is a whole ELF file, which the driver checks and copies.
+        unsafe { driver.cuModuleLoadData(&mut module, image.as_ptr().cast::<c_void>()) }.map_err(failed)?;
+        let mut kernel = Self { context: context.clone(), module, function: ptr::null_mut() };
+        let name = CString::new(program.entry()).unwrap_or_default();
+        // SAFETY: the module is loaded; the name is NUL-terminated.
+        unsafe { driver.cuModuleGetFunction(&mut kernel.function, module, name.as_ptr()) }.map_err(failed)?;
+        let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: the function belongs to the loaded module.
+        unsafe { driver.cuFuncSetAttribute(kernel.function, attribute, shared_bytes as i32) }
+            .map_err(failed)?;
+        Ok(kernel)
+    }
+
+    pub(super) fn function(&self) -> CUfunction {
+        self.function
+    }
+}
+
+impl Drop for Kernel {
+    fn drop(&mut self) {
+        // Without a context nothing can be unloaded; the driver does it with the context.
+        let Ok(_bound) = self.context.bind() else { return };
+        // SAFETY: loaded once, unloaded once; its launches hold an Arc of the kernel's owner until they are enqueued, and the driver
+        // keeps the code of enqueued launches.
+        let _ = unsafe { self.context.device().cuda().driver().cuModuleUnload(self.module) };
+    }
+}
+
+/// The kernels of one device, compiled and loaded when they are first asked for.
+pub(super) struct Kernels {
+    context: Context,
+    arch: Arch,
+    shared_bytes: usize,
+    nvrtc: Option<PathBuf>,
+    cache: Cache,
+    compiler: OnceCell<Compiler>,
+    loaded: Mutex<HashMap<Program, Arc<Kernel>>>,
+}
+
+impl Kernels {
+    pub(super) fn new(
+        context: Context,
+        arch: Arch,
+        shared_bytes: usize,
+        nvrtc: Option<PathBuf>,
+        cache: Cache,
+    ) -> Self {
+        let (compiler, loaded) = (OnceCell::new(), Mutex::new(HashMap::new()));
+        Self { context, arch, shared_bytes, nvrtc, cache, compiler, loaded }
+    }
+
+    /// The kernel; compiles and loads it if this is the first time.
+    pub(super) fn get(&self, program: Program) -> Result<Arc<Kernel>> {
+        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(kernel) = loaded.get(&program) {
+            return Ok(kernel.clone());
+        }
+        let compiler = self.compiler.get_or_try_init(|| Compiler::find(self.nvrtc.as_deref()))?;
+        let cubin = compiler.compile_cached(program, self.arch, &self.cache)?;
+        let kernel = Kernel::load(&self.context, cubin.image(), program, self.shared_bytes)?;
+        let kernel = Arc::new(kernel);
+        loaded.insert(program, kernel.clone());
+        Ok(kernel)
+    }
+}

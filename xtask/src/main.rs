@@ -3,6 +3,7 @@
 mod abi_check;
 mod bindgen;
 mod cuda_functions;
+mod kernels;
 mod nccl_abi;
 mod nccl_bindgen;
 mod nccl_functions;
@@ -16,6 +17,7 @@ cargo xtask <task>
 
   test        everything CI runs: fmt, clippy, build, tests, doc, abi-check
   abi-check   compares the bindings with several versions of NVIDIA's headers
+  kernels     compiles all kernels with NVRTC from PyPI, into a folder if one is named
   bindgen     generates the bindings of cuda-vmm-sys and nccl-gin-sys again
 ";
 
@@ -33,6 +35,7 @@ fn task(name: Option<&str>) -> Result<()> {
     match name {
         Some("abi-check") => abi_check::check(),
         Some("bindgen") => bindgen::write().and_then(|()| nccl_bindgen::write()),
+        Some("kernels") => kernels::check(std::env::args().nth(2).as_deref()),
         Some("test") => test::test(),
         Some(other) => bail!("no task named {other}\n\n{USAGE}"),
         None => bail!("which task?\n\n{USAGE}"),

@@ -165,7 +165,7 @@ impl CombineGrid {
             (Placement::Expanded, _) => (7, 1),
         };
         let row_warps = if shape.ranks == 1 { 0 } else { warps.min(stages) };
-        let depth = if row_warps == 0 { 0 } else { depth.min(stages / row_warps) };
+        let depth = stages.checked_div(row_warps).map_or(0, |most| depth.min(most));
         let control = row_warps * depth * stage_bytes;
         let shared_bytes = control + COMBINE_CONTROL_BYTES;
         Ok(Self { blocks, row_warps, stages: depth, stage_bytes, control, shared_bytes })

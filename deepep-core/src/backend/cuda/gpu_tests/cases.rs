@@ -78,13 +78,13 @@ pub(super) fn all(ranks: usize) -> Vec<Named> {
         }
     }
     // The shapes that times are measured with.
-    let mut large = Case::new(ranks, 2048, Placement::Plain);
+    let mut large = Case::new(ranks, 4096 / ranks, Placement::Plain);
     (large.experts, large.topk, large.row_bytes, large.scale_packs) = (256 / ranks * ranks, 8, 7168, 56);
     large.hidden = 512;
-    all.push(("plain, 2048 tokens of FP8".into(), large.clone()));
+    all.push(("plain, thousands of FP8 rows".into(), large.clone()));
     large.placement = Placement::Expanded;
-    (large.max_tokens, large.tokens) = (1024, vec![1024; ranks]);
-    all.push(("expanded, 1024 tokens of FP8".into(), large));
+    (large.max_tokens, large.tokens) = (1024 / ranks, vec![1024 / ranks; ranks]);
+    all.push(("expanded, thousands of FP8 rows".into(), large));
     all
 }
 

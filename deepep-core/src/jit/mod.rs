@@ -8,7 +8,7 @@
 //!
 //! let compiler = Compiler::find(None)?;
 //! let cache = Cache::default_location();
-//! let cubin = compiler.compile_cached(Program::Barrier, Arch::new(9, 0), &cache)?;
+//! let cubin = compiler.compile_cached(Program::Barrier { ranks: 2 }, Arch::new(9, 0), &cache)?;
 //! println!("{} bytes", cubin.image().len());
 //! # Ok::<(), deepep_core::jit::JitError>(())
 //! ```

@@ -4,8 +4,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::physical::PhysicalMemory;
 use crate::properties::{HandleTypes, Properties};
-use crate::switch::multicast_disabled_by;
-use cuda_vmm_sys::{CUdevice_attribute as Attribute, CUresult, Function};
+use cuda_vmm_sys::{CUdevice_attribute as Attribute, CUresult};
 use std::fmt;
 
 /// How far a capability goes.
@@ -115,7 +114,7 @@ impl Capabilities {
                 numa_claimed && claims(Attribute::CU_DEVICE_ATTRIBUTE_HOST_NUMA_MULTINODE_IPC_SUPPORTED)?,
                 &there(fabric),
             )?,
-            multicast: multicast(device)?,
+            multicast: crate::multicast::support(device)?,
             gpu_direct_rdma: Support::claimed(claims(
                 Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
             )?),
@@ -142,17 +141,6 @@ impl Capabilities {
             ("64-bit stream memory operations", self.stream_memory_operations),
         ]
     }
-}
-
-/// Whether a device claims multicast, unless the process has it switched off.
-fn multicast(device: &Device) -> Result<Support> {
-    // Old drivers do not know the attribute: that means no.
-    let claimed = device.claims(Attribute::CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED)?
-        && device.cuda().driver().has(Function::cuMulticastCreate);
-    Ok(match multicast_disabled_by() {
-        Some(variable) if claimed => Support::SwitchedOff(variable),
-        _ => Support::claimed(claimed),
-    })
 }
 
 /// Creates one granule, and exports and imports it as far as its handle types go.

@@ -87,11 +87,13 @@ pub enum Error {
         /// Which object.
         what: &'static str,
     },
-    /// Memory cannot be exported as asked: it was not created for that.
+    /// An object cannot be exported as asked: it was not created for that.
     #[error(
-        "memory was created for export as {available}, not as {wanted}: ask for it in Properties::handle_types"
+        "{what} was created for export as {available}, not as {wanted}: ask for it in handle_types of its properties"
     )]
     NotExportable {
+        /// What was to be exported.
+        what: &'static str,
         /// The handle type that was asked for.
         wanted: HandleTypes,
         /// The handle types that the memory was created with.
@@ -160,6 +162,107 @@ pub enum Error {
         /// Whether the kernel says that it dropped some.
         truncated: bool,
     },
+    /// Multicast is switched off for this process.
+    #[error(
+        "multicast objects are switched off in this process by the environment variable {variable}: unset it to use them"
+    )]
+    MulticastDisabled {
+        /// The variable.
+        variable: &'static str,
+    },
+    /// A device is in a multicast object already.
+    #[error("device {ordinal} was added to the multicast object already: each device is added once")]
+    DeviceTwice {
+        /// The device.
+        ordinal: i32,
+    },
+    /// A multicast object has all its devices.
+    #[error("device {ordinal} cannot be added to the multicast object: all its {devices} devices are there")]
+    TeamFull {
+        /// The device.
+        ordinal: i32,
+        /// Number of devices that the object is for.
+        devices: u32,
+    },
+    /// A multicast object lacks devices. Binding or mapping it would block until they are there.
+    #[error("{added} of {devices} devices were added to the multicast object: {what_to_do}")]
+    MissingDevices {
+        /// Number of devices that were added.
+        added: u32,
+        /// Number of devices that the object is for.
+        devices: u32,
+        /// Where the others are to come from.
+        what_to_do: &'static str,
+    },
+    /// Memory, or a location that is to get access, is not on a device that this process added to the multicast object.
+    #[error("{what} is on {location}, which was not added to the multicast object here")]
+    NotInTeam {
+        /// What it is.
+        what: &'static str,
+        /// Where it is.
+        location: crate::Location,
+    },
+    /// A part of a multicast object is bound on a device already.
+    #[error(
+        "binding {length} bytes at offset {offset} would overlap the binding of {bound_length} bytes at offset {bound_offset} on device {ordinal}"
+    )]
+    BindingOverlap {
+        /// The device.
+        ordinal: i32,
+        /// Where the new binding would start, in bytes.
+        offset: usize,
+        /// How long it would be, in bytes.
+        length: usize,
+        /// Where the existing one starts, in bytes.
+        bound_offset: usize,
+        /// How long it is, in bytes.
+        bound_length: usize,
+    },
+    /// A part of a multicast object is not bound on a device.
+    #[error(
+        "no memory of device {ordinal} is bound at offset {offset} of the multicast object: bind every byte first"
+    )]
+    NotBound {
+        /// The device.
+        ordinal: i32,
+        /// The first byte without memory.
+        offset: usize,
+    },
+    /// A binding belongs to another multicast object.
+    #[error("a binding belongs to another multicast object than the mapping")]
+    ForeignBinding,
+    /// Another member of a team failed, or did not take part.
+    #[error("rank {rank}, {step}: {reason}")]
+    Member {
+        /// The member.
+        rank: usize,
+        /// What it was to do.
+        step: &'static str,
+        /// The code that its driver returned, if it was that.
+        status: Option<CUresult>,
+        /// What it says, or what was seen of it.
+        reason: String,
+    },
+    /// The members of a team do not want the same.
+    #[error("{what} is {mine} here and {theirs} on rank {rank}: it must be the same on all ranks")]
+    Disagreement {
+        /// What differs.
+        what: &'static str,
+        /// The other member.
+        rank: usize,
+        /// This member's value.
+        mine: u64,
+        /// The other member's value.
+        theirs: u64,
+    },
+    /// A member of a team sent what no member sends.
+    #[error("rank {rank} sent no message of this team: {why}")]
+    BadMessage {
+        /// The member.
+        rank: usize,
+        /// What is wrong.
+        why: &'static str,
+    },
     /// The device or driver cannot do this.
     #[error("{what} is not supported: {why}")]
     Unsupported {
@@ -171,11 +274,12 @@ pub enum Error {
 }
 
 impl Error {
-    /// The code that the driver returned, if this is the failure of a driver call.
+    /// The code that the driver returned, here or on another member of a team, if this is the failure of a driver call.
     #[must_use]
     pub fn status(&self) -> Option<CUresult> {
         match self {
             Self::Call { source, .. } => source.status(),
+            Self::Member { status, .. } => *status,
             _ => None,
         }
     }
@@ -226,12 +330,32 @@ impl Hint {
             (F::cuIpcGetMemHandle, CUresult::CUDA_ERROR_INVALID_VALUE) => Some(
                 "IPC handles exist for memory of cuMemAlloc only; export physical memory as a file descriptor",
             ),
+            (F::cuMulticastCreate | F::cuMulticastAddDevice, CUresult::CUDA_ERROR_NOT_PERMITTED) => Some(
+                "FABRIC handles need an IMEX channel; in a container, are the capability devices (/dev/nvidia-caps) there?",
+            ),
+            (
+                F::cuMulticastAddDevice,
+                CUresult::CUDA_ERROR_INVALID_VALUE | CUresult::CUDA_ERROR_INVALID_HANDLE,
+            ) => Some("is the handle one of a multicast object, and the device not yet in its team?"),
+            (function, CUresult::CUDA_ERROR_ILLEGAL_STATE) if is_multicast(function) => Some(
+                "the NVLink fabric is not in order: is the fabric manager running (nvidia-smi -q, Fabric)?",
+            ),
+            (function, CUresult::CUDA_ERROR_SYSTEM_NOT_READY) if is_multicast(function) => Some(
+                "the fabric manager was not ready in time: all members may release everything and try again together",
+            ),
+            (function, CUresult::CUDA_ERROR_OUT_OF_MEMORY) if is_multicast(function) => Some(
+                "the NVLink fabric has a limited number of multicast objects, which all its processes share: drop some",
+            ),
             (F::cuInit, CUresult::CUDA_ERROR_NO_DEVICE) => {
                 Some("no CUDA device is visible (CUDA_VISIBLE_DEVICES?)")
             }
             _ => None,
         })
     }
+}
+
+fn is_multicast(function: Function) -> bool {
+    function.name().starts_with("cuMulticast")
 }
 
 impl fmt::Display for Hint {
@@ -270,6 +394,19 @@ mod tests {
         assert!(text.contains("IMEX"), "{text}");
         let text = call(Function::cuMemMap, CUresult::CUDA_ERROR_INVALID_VALUE).to_string();
         assert!(text.ends_with("CUDA_ERROR_INVALID_VALUE (1)"), "{text}");
+
+        for (status, hint) in [
+            (CUresult::CUDA_ERROR_ILLEGAL_STATE, "fabric manager"),
+            (CUresult::CUDA_ERROR_SYSTEM_NOT_READY, "try again together"),
+            (CUresult::CUDA_ERROR_OUT_OF_MEMORY, "limited number of multicast objects"),
+        ] {
+            for function in [Function::cuMulticastCreate, Function::cuMulticastBindMem] {
+                let text = call(function, status).to_string();
+                assert!(text.contains(hint), "{text}");
+            }
+        }
+        let text = call(Function::cuMulticastCreate, CUresult::CUDA_ERROR_NOT_PERMITTED).to_string();
+        assert!(text.contains("IMEX") && text.contains("/dev/nvidia-caps"), "{text}");
 
         let text = Error::Misaligned { what: "size", value: 5, granularity: 4096 }.to_string();
         assert_eq!(text, "size is 5 bytes, which is not a multiple of 4096: round it up to 4096");

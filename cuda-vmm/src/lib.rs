@@ -6,12 +6,13 @@
 //! - lays memory of several kinds into [one range](SegmentedRange) of addresses, and [grows](GrowableRange) ranges in place;
 //! - hands memory to other processes ([`share`]): file descriptors over Unix sockets or pidfd, FABRIC handles across hosts, with a
 //!   fallback where FABRIC is claimed but not to be had;
+//! - makes [multicast objects](multicast), in one process or several, with the order of their steps kept by types;
 //! - finds out what a device [really can do](Capabilities), which is not always what it claims;
 //! - refuses bad sizes, offsets, devices and bytes with an [`Error`] that names the rule and the values, before the driver is
 //!   called.
 //!
-//! What it does not do: it launches no kernels, orders no streams (the raw table of [`sys`] does both), registers nothing with NCCL,
-//! and creates no multicast objects. It needs neither a CUDA toolkit nor a GPU to build and test: without a driver
+//! What it does not do: it launches no kernels, orders no streams (the raw table of [`sys`] does both), and registers nothing with NCCL.
+//! It needs neither a CUDA toolkit nor a GPU to build and test: without a driver
 //! [`Cuda::get`] returns an error, and any table of functions can stand in for it, such as the software driver
 //! `cuda-vmm-emu`.
 //!
@@ -47,6 +48,8 @@
 //! - `cuMemUnmap` takes whole mappings: a [`Mapping`] is one.
 //! - `cuMemMap` takes whole allocations, offset zero: [`Reservation::map`] does.
 //! - Access is set on whole mappings, and host access on host memory only.
+//! - `cuMulticastBindMem` and `cuMemMap` of a multicast object block until every device is added: neither can be called before.
+//! - `cuMulticastUnbind` takes exactly the values of the bind: a [`Binding`](multicast::Binding) keeps them.
 //!
 //! What no type can see is the work on a device: memory must not be dropped while a kernel uses its addresses.
 
@@ -60,9 +63,12 @@ mod device;
 mod dma_buf;
 mod error;
 mod granularity;
+mod handle;
 mod location;
 mod memory;
+pub mod multicast;
 mod physical;
+mod placed;
 mod plain;
 mod properties;
 mod range;

@@ -2,17 +2,19 @@
 
 use crate::cuda::Cuda;
 use crate::error::{Attempt, Error, Result};
+use crate::handle::Handle;
 use crate::location::Location;
 use crate::properties::{HandleTypes, Properties, Shareable};
-use crate::release::released;
 use crate::share::FabricHandle;
-use cuda_vmm_sys::ffi::c_int;
 use cuda_vmm_sys::{
-    CUdevice_attribute, CUmemAllocationHandleType, CUmemAllocationProp, CUmemFabricHandle,
-    CUmemGenericAllocationHandle, CUresult,
+    CUdevice_attribute, CUmemAllocationHandleType, CUmemAllocationProp, CUmemGenericAllocationHandle,
+    CUresult,
 };
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+
+/// What a handle of this kind is called in errors.
+const WHAT: &str = "physical memory";
 
 /// Physical memory on a device or on the host. It has no address until it is [mapped](crate::Reservation::map).
 ///
@@ -51,7 +53,7 @@ impl PhysicalMemory {
             unsafe { cuda.driver().cuMemCreate(&mut handle, size, &raw, 0) }.attempt(|| {
                 format!("creating {size} bytes on {}, exportable as {types}", properties.location())
             })?;
-            Ok(Handle { cuda: cuda.clone(), raw: handle })
+            Ok(Handle::own(cuda, WHAT, handle))
         };
         let (handle, types) = match properties.shareability() {
             Shareable::Exactly(types) => (attempt(types)?, types),
@@ -70,12 +72,8 @@ impl PhysicalMemory {
     /// [`Error::Zero`], [`Error::Misaligned`], or [`Error::Call`] if the descriptor is no export of CUDA memory.
     #[doc(alias = "cuMemImportFromShareableHandle")]
     pub fn import_fd(cuda: &Cuda, fd: impl AsFd, size: usize) -> Result<Self> {
-        // The driver takes the descriptor's number in place of a pointer.
-        let number = fd.as_fd().as_raw_fd();
-        let os_handle = number as usize as *mut std::ffi::c_void;
-        let kind = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-        // SAFETY: for this kind the driver reads the descriptor's number, not memory; the descriptor is open while it is borrowed.
-        unsafe { Self::import_raw(cuda, os_handle, kind, size) }
+        check_import_size(size)?;
+        Self::imported(Handle::import_fd(cuda, WHAT, fd.as_fd(), size)?, size)
     }
 
     /// Imports memory from a FABRIC handle. The exporter must be alive until this returns; afterwards this process holds the
@@ -85,34 +83,14 @@ impl PhysicalMemory {
     /// As [`import_fd`](Self::import_fd).
     #[doc(alias = "cuMemImportFromShareableHandle")]
     pub fn import_fabric(cuda: &Cuda, handle: &FabricHandle, size: usize) -> Result<Self> {
-        let mut raw = CUmemFabricHandle { data: *handle.as_bytes() };
-        let os_handle = std::ptr::from_mut(&mut raw).cast();
-        // SAFETY: for this kind the driver reads a CUmemFabricHandle, which `raw` is.
-        unsafe {
-            Self::import_raw(cuda, os_handle, CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC, size)
-        }
+        check_import_size(size)?;
+        Self::imported(Handle::import_fabric(cuda, WHAT, handle, size)?, size)
     }
 
-    /// # Safety
-    /// `os_handle` must be what the driver expects for `kind`.
-    unsafe fn import_raw(
-        cuda: &Cuda,
-        os_handle: *mut std::ffi::c_void,
-        kind: CUmemAllocationHandleType,
-        size: usize,
-    ) -> Result<Self> {
-        if size == 0 {
-            return Err(Error::Zero { what: "size of imported memory" });
-        }
-        let what = || format!("importing {size} bytes as {}", HandleTypes::from_bits_retain(kind.0));
-        let mut handle = 0;
-        // SAFETY: the caller's promise for `os_handle`; `handle` is valid for one write.
-        unsafe { cuda.driver().cuMemImportFromShareableHandle(&mut handle, os_handle, kind) }
-            .attempt(what)?;
-        let handle = Handle { cuda: cuda.clone(), raw: handle };
+    fn imported(handle: Handle, size: usize) -> Result<Self> {
         let mut raw = CUmemAllocationProp::default();
         // SAFETY: `raw` is valid for one write, and the handle is alive.
-        unsafe { cuda.driver().cuMemGetAllocationPropertiesFromHandle(&mut raw, handle.raw) }
+        unsafe { handle.cuda().driver().cuMemGetAllocationPropertiesFromHandle(&mut raw, handle.as_raw()) }
             .attempt(|| "asking for the properties of imported memory".into())?;
         let properties = Properties::from_raw(&raw).ok_or_else(|| Error::Unsupported {
             what: "imported memory",
@@ -121,7 +99,7 @@ impl PhysicalMemory {
                 raw.location.type_.0
             ),
         })?;
-        cuda.granularities(&properties)?.minimum.check("size of imported memory", size)?;
+        handle.cuda().granularities(&properties)?.minimum.check("size of imported memory", size)?;
         let handle_types = HandleTypes::from_bits_retain(raw.requestedHandleTypes.0);
         Ok(Self { inner: Arc::new(Inner { handle, size, properties, handle_types, imported: true }) })
     }
@@ -133,17 +111,7 @@ impl PhysicalMemory {
     /// [`Error::NotExportable`] if it was not created for that, or [`Error::Call`].
     #[doc(alias = "cuMemExportToShareableHandle")]
     pub fn export_fd(&self) -> Result<OwnedFd> {
-        self.check_exportable(HandleTypes::POSIX_FD)?;
-        let mut number: c_int = -1;
-        let kind = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-        // SAFETY: for this kind the driver writes one int, for which `number` is valid.
-        unsafe { self.export_raw(std::ptr::from_mut(&mut number).cast(), kind) }?;
-        if number < 0 {
-            let why = format!("the driver returned {number} as a file descriptor");
-            return Err(Error::Unsupported { what: "exporting this memory", why });
-        }
-        // SAFETY: the driver made this descriptor for the caller, who must close it; nobody else owns it.
-        Ok(unsafe { OwnedFd::from_raw_fd(number) })
+        self.inner.handle.export_fd(self.inner.handle_types)
     }
 
     /// Exports the memory as a FABRIC handle. The handle pins nothing: keep the memory alive until every importer has imported it.
@@ -152,47 +120,23 @@ impl PhysicalMemory {
     /// [`Error::NotExportable`] if it was not created for that, or [`Error::Call`].
     #[doc(alias = "cuMemExportToShareableHandle")]
     pub fn export_fabric(&self) -> Result<FabricHandle> {
-        self.check_exportable(HandleTypes::FABRIC)?;
-        let mut raw = CUmemFabricHandle::default();
-        let kind = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC;
-        // SAFETY: for this kind the driver writes a CUmemFabricHandle, for which `raw` is valid.
-        unsafe { self.export_raw(std::ptr::from_mut(&mut raw).cast(), kind) }?;
-        Ok(FabricHandle::from_bytes(raw.data))
-    }
-
-    fn check_exportable(&self, wanted: HandleTypes) -> Result<()> {
-        if self.inner.handle_types.contains(wanted) {
-            Ok(())
-        } else {
-            Err(Error::NotExportable { wanted, available: self.inner.handle_types })
-        }
-    }
-
-    /// # Safety
-    /// `out` must be valid for the write that the driver makes for `kind`.
-    unsafe fn export_raw(&self, out: *mut std::ffi::c_void, kind: CUmemAllocationHandleType) -> Result<()> {
-        // SAFETY: the caller's promise for `out`; the handle is alive; flags must be 0.
-        unsafe { self.cuda().driver().cuMemExportToShareableHandle(out, self.as_raw(), kind, 0) }.attempt(
-            || {
-                format!(
-                    "exporting memory on {} as {}",
-                    self.location(),
-                    HandleTypes::from_bits_retain(kind.0)
-                )
-            },
-        )
+        self.inner.handle.export_fabric(self.inner.handle_types)
     }
 
     /// The driver.
     #[must_use]
     pub fn cuda(&self) -> &Cuda {
-        &self.inner.handle.cuda
+        self.inner.handle.cuda()
+    }
+
+    pub(crate) fn handle(&self) -> &Handle {
+        &self.inner.handle
     }
 
     /// The raw handle, alive as long as this object or a clone of it.
     #[must_use]
     pub fn as_raw(&self) -> CUmemGenericAllocationHandle {
-        self.inner.handle.raw
+        self.inner.handle.as_raw()
     }
 
     /// Size in bytes.
@@ -265,18 +209,8 @@ fn best_available(
     Ok((attempt(HandleTypes::POSIX_FD)?, HandleTypes::POSIX_FD))
 }
 
-/// One reference to physical memory.
-#[derive(Debug)]
-struct Handle {
-    cuda: Cuda,
-    raw: CUmemGenericAllocationHandle,
-}
-
-impl Drop for Handle {
-    fn drop(&mut self) {
-        // SAFETY: gives back the one reference that creation or import took; mappings keep the memory alive by themselves.
-        released("physical memory", unsafe { self.cuda.driver().cuMemRelease(self.raw) });
-    }
+fn check_import_size(size: usize) -> Result<()> {
+    if size == 0 { Err(Error::Zero { what: "size of imported memory" }) } else { Ok(()) }
 }
 
 impl PartialEq for PhysicalMemory {

@@ -6,6 +6,7 @@ use crate::granularity::Granularity;
 use crate::location::{Access, Grant, Location};
 use crate::memory::{DeviceAddress, Memory};
 use crate::physical::PhysicalMemory;
+use crate::placed::Placed;
 use crate::properties::Properties;
 use crate::release::released;
 use std::collections::BTreeMap;
@@ -81,13 +82,31 @@ impl Reservation {
         inner.cuda.check_same(memory.cuda(), "physical memory")?;
         inner.cuda.granularities(memory.properties())?.minimum.check_offset("offset of a mapping", offset)?;
         let length = memory.size();
-        // The claim is made before the call, and taken back by Drop of the claim if the driver refuses.
-        let claim = Claim::new(self, offset, length)?;
-        // SAFETY: the range lies inside this reservation, nothing is mapped there (the claim), and the handle is alive. The offset
-        // into the memory and the flags must be 0.
-        unsafe { inner.cuda.driver().cuMemMap(claim.address(), length, 0, memory.as_raw(), 0) }
-            .attempt(|| format!("mapping {length} bytes of {} at offset {offset}", memory.location()))?;
-        Ok(Mapping { inner: Arc::new(MappingInner { memory: memory.clone(), mapped: true, claim }) })
+        let what = || format!("mapping {length} bytes of {} at offset {offset}", memory.location());
+        // SAFETY: the handle is that of `memory`, which is `length` bytes long and is kept beside the placement.
+        let placed = unsafe { Placed::new(self, offset, length, memory.as_raw(), what) }?;
+        Ok(Mapping { inner: Arc::new(MappingInner { placed, memory: memory.clone() }) })
+    }
+
+    /// Notes that a range is mapped, or about to be.
+    pub(crate) fn claim(&self, offset: usize, length: usize) -> Result<()> {
+        let limit = self.size();
+        if offset.checked_add(length).is_none_or(|end| end > limit) {
+            return Err(Error::OutOfBounds { what: "a mapping", offset, length, limit });
+        }
+        let mut mapped = self.inner.mapped();
+        if let Some((&mapped_offset, &mapped_length)) = mapped.range(..offset + length).next_back()
+            && mapped_offset + mapped_length > offset
+        {
+            return Err(Error::Overlap { offset, length, mapped_offset, mapped_length });
+        }
+        mapped.insert(offset, length);
+        Ok(())
+    }
+
+    /// Ends the claim that starts at an offset.
+    pub(crate) fn unclaim(&self, offset: usize) {
+        self.inner.mapped().remove(&offset);
     }
 }
 
@@ -104,42 +123,6 @@ impl Drop for Inner {
     }
 }
 
-/// A part of a reservation that is mapped, or about to be.
-#[derive(Debug)]
-struct Claim {
-    reservation: Reservation,
-    offset: usize,
-    length: usize,
-}
-
-impl Claim {
-    fn new(reservation: &Reservation, offset: usize, length: usize) -> Result<Self> {
-        let limit = reservation.size();
-        let outside = Error::OutOfBounds { what: "a mapping", offset, length, limit };
-        if offset.checked_add(length).is_none_or(|end| end > limit) {
-            return Err(outside);
-        }
-        let mut mapped = reservation.inner.mapped();
-        if let Some((&mapped_offset, &mapped_length)) = mapped.range(..offset + length).next_back()
-            && mapped_offset + mapped_length > offset
-        {
-            return Err(Error::Overlap { offset, length, mapped_offset, mapped_length });
-        }
-        mapped.insert(offset, length);
-        Ok(Self { reservation: reservation.clone(), offset, length })
-    }
-
-    fn address(&self) -> u64 {
-        self.reservation.inner.base + self.offset as u64
-    }
-}
-
-impl Drop for Claim {
-    fn drop(&mut self) {
-        self.reservation.inner.mapped().remove(&self.offset);
-    }
-}
-
 /// Physical memory mapped into a reservation.
 ///
 /// Clones share the mapping; the last one unmaps it. [`unmap`](Self::unmap) does so on the spot and returns the memory.
@@ -150,35 +133,34 @@ pub struct Mapping {
 
 #[derive(Debug)]
 struct MappingInner {
+    // Before the memory: unmapped first.
+    placed: Placed,
     memory: PhysicalMemory,
-    mapped: bool,
-    // After the memory: the claim on the addresses ends last.
-    claim: Claim,
 }
 
 impl Mapping {
     /// First address.
     #[must_use]
     pub fn address(&self) -> DeviceAddress {
-        DeviceAddress::new(self.inner.claim.address())
+        self.inner.placed.address()
     }
 
     /// Length in bytes.
     #[must_use]
     pub fn size(&self) -> usize {
-        self.inner.claim.length
+        self.inner.placed.size()
     }
 
     /// Offset in the reservation, in bytes.
     #[must_use]
     pub fn offset(&self) -> usize {
-        self.inner.claim.offset
+        self.inner.placed.offset()
     }
 
     /// The reservation.
     #[must_use]
     pub fn reservation(&self) -> &Reservation {
-        &self.inner.claim.reservation
+        self.inner.placed.reservation()
     }
 
     /// The physical memory.
@@ -210,21 +192,7 @@ impl Mapping {
                 _ => {}
             }
         }
-        // On the stack for any realistic number of devices.
-        let mut small = [Grant::host().as_raw(); 8];
-        let large: Vec<_>;
-        let raw = if let Some(few) = small.get_mut(..grants.len()) {
-            few.iter_mut().zip(grants).for_each(|(raw, grant)| *raw = grant.as_raw());
-            &*few
-        } else {
-            large = grants.iter().map(|grant| grant.as_raw()).collect();
-            &large[..]
-        };
-        // SAFETY: the range is exactly one mapping, which is alive; `raw` is valid for its length.
-        unsafe {
-            self.cuda().driver().cuMemSetAccess(self.address().get(), self.size(), raw.as_ptr(), raw.len())
-        }
-        .attempt(|| format!("granting access to {} bytes of {}", self.size(), self.inner.memory.location()))
+        self.inner.placed.set_access(grants, || self.inner.memory.location().to_string())
     }
 
     /// What a location may do with the mapping.
@@ -233,17 +201,7 @@ impl Mapping {
     /// [`Error::UnknownDevice`] or [`Error::Call`].
     #[doc(alias = "cuMemGetAccess")]
     pub fn access(&self, location: Location) -> Result<Access> {
-        if let Location::Device(ordinal) = location {
-            self.cuda().check_device(ordinal)?;
-        }
-        let (mut flags, raw) = (0, location.as_raw());
-        // SAFETY: `flags` is valid for one write, `raw` for one read, and the address is mapped.
-        unsafe { self.cuda().driver().cuMemGetAccess(&mut flags, &raw, self.address().get()) }
-            .attempt(|| format!("asking for the access of {location}"))?;
-        Access::from_raw(flags).ok_or_else(|| Error::Unsupported {
-            what: "the access that the driver reports",
-            why: format!("flags {flags} are unknown"),
-        })
+        self.inner.placed.access(location)
     }
 
     /// Where the CPU finds host memory: `None` for memory of a device. Access must have been [granted](Grant::host_numa) before
@@ -269,31 +227,9 @@ impl Mapping {
                 return Err(Rejected { object: Self { inner }, error });
             }
         };
-        match inner.unmap() {
+        match inner.placed.unmap() {
             Ok(()) => Ok(inner.memory.clone()),
-            Err(source) => {
-                inner.mapped = true;
-                let error =
-                    Error::Call { attempt: format!("unmapping {} bytes", inner.claim.length), source };
-                Err(Rejected { object: Self { inner: Arc::new(inner) }, error })
-            }
-        }
-    }
-}
-
-impl MappingInner {
-    fn unmap(&mut self) -> Result<(), cuda_vmm_sys::CallError> {
-        self.mapped = false;
-        // SAFETY: exactly one whole mapping. That no work on a device uses it any more is what dropping its last owner means.
-        unsafe { self.memory.cuda().driver().cuMemUnmap(self.claim.address(), self.claim.length) }
-    }
-}
-
-impl Drop for MappingInner {
-    fn drop(&mut self) {
-        if self.mapped {
-            let result = self.unmap();
-            released("mapping", result);
+            Err(error) => Err(Rejected { object: Self { inner: Arc::new(inner) }, error }),
         }
     }
 }
@@ -321,6 +257,13 @@ pub struct Rejected<T: std::fmt::Debug> {
     /// Why.
     #[source]
     pub error: Error,
+}
+
+impl<T: std::fmt::Debug> From<Rejected<T>> for Error {
+    /// The error alone; the object is dropped.
+    fn from(rejected: Rejected<T>) -> Self {
+        rejected.error
+    }
 }
 
 /// Granularity that addresses of all these kinds of memory share.

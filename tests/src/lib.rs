@@ -4,6 +4,7 @@ pub mod backend;
 pub mod gpu;
 pub mod kernel;
 pub mod meeting;
+pub mod multicast;
 pub mod nccl_headers;
 pub mod nvrtc;
 pub mod process;

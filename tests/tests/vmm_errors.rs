@@ -198,10 +198,8 @@ fn received(cuda: &Cuda, bytes: &[u8]) -> Error {
 fn hostile_messages_are_refused() {
     on(Config::h200x2(), |_, cuda| {
         let good = Descriptor {
-            kind: Kind::Memory,
+            kind: Kind::Memory { location: Location::Device(0), device_uuid: Uuid([1; 16]) },
             transport: Transport::Socket,
-            location: Location::Device(0),
-            device_uuid: Uuid([1; 16]),
             handle_types: HandleTypes::POSIX_FD,
             size: 2 * MIB as u64,
         };
@@ -215,10 +213,14 @@ fn hostile_messages_are_refused() {
 
         // A right message with the wrong memory: the descriptor says another device.
         let memory = fd_memory(cuda);
-        for wrong in [good, Descriptor { location: Location::Host, device_uuid: Uuid::default(), ..good }] {
+        let host = Kind::Memory { location: Location::Host, device_uuid: Uuid::default() };
+        for wrong in [good, Descriptor { kind: host, ..good }] {
             let error = forged(cuda, &wrong, &memory, 1);
             assert!(matches!(error, Error::ImportMismatch { .. }), "{error}");
         }
+        let multicast = Descriptor { kind: Kind::Multicast { devices: 2 }, ..good };
+        let error = forged(cuda, &multicast, &memory, 1);
+        assert!(matches!(error, Error::Descriptor(DescriptorError::Kind { .. })), "{error}");
         let error = forged(cuda, &Descriptor { size: MIB as u64, ..good }, &memory, 1);
         assert!(matches!(error, Error::Misaligned { .. }), "{error}");
         let before = std::fs::read_dir("/proc/self/fd").unwrap().count();

@@ -1,18 +1,18 @@
-//! What one process tells another about memory: 128 bytes, versioned and checked.
+//! What one process tells another about memory or a multicast object: 128 bytes, versioned and checked.
 //!
 //! | offset | bytes | field, little-endian |
 //! |---|---|---|
 //! | 0 | 8 | magic |
 //! | 8 | 2 | version |
 //! | 10 | 2 | length of the descriptor |
-//! | 12 | 1 | kind of object |
+//! | 12 | 1 | kind of object: 1 memory, 2 multicast object |
 //! | 13 | 1 | transport |
-//! | 14 | 1 | kind of location |
+//! | 14 | 1 | memory: kind of location; multicast object: zero |
 //! | 15 | 1 | zero |
-//! | 16 | 4 | location: device ordinal in the exporter, or NUMA node |
-//! | 20 | 4 | handle types that the memory was created with |
+//! | 16 | 4 | memory: device ordinal in the exporter, or NUMA node; multicast object: number of devices |
+//! | 20 | 4 | handle types that the object was created with |
 //! | 24 | 8 | size in bytes |
-//! | 32 | 16 | UUID of the device, or zero |
+//! | 32 | 16 | memory: UUID of the device, or zero; multicast object: zero |
 //! | 48 | 4 | process id of the exporter (transport pidfd, else zero) |
 //! | 52 | 4 | file descriptor there (transport pidfd, else zero) |
 //! | 56 | 64 | FABRIC handle (transport FABRIC, else zero) |
@@ -33,7 +33,26 @@ const VERSION: u16 = 1;
 #[non_exhaustive]
 pub enum Kind {
     /// Physical memory.
-    Memory,
+    Memory {
+        /// Where it lies, with the exporter's device ordinals.
+        location: Location,
+        /// Identity of the device; zero for host memory.
+        device_uuid: Uuid,
+    },
+    /// A multicast object.
+    Multicast {
+        /// Number of devices that it is for.
+        devices: u32,
+    },
+}
+
+impl Kind {
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::Memory { .. } => "memory",
+            Self::Multicast { .. } => "a multicast object",
+        }
+    }
 }
 
 /// How the importer gets at the object.
@@ -53,18 +72,14 @@ pub enum Transport {
     Fabric(FabricHandle),
 }
 
-/// What one process tells another about memory.
+/// What one process tells another about memory or a multicast object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Descriptor {
     /// Kind of object.
     pub kind: Kind,
     /// How to get at it.
     pub transport: Transport,
-    /// Where it lies, with the exporter's device ordinals.
-    pub location: Location,
-    /// Identity of the device; zero for host memory.
-    pub device_uuid: Uuid,
-    /// What the memory was created to be exported as.
+    /// What the object was created to be exported as.
     pub handle_types: HandleTypes,
     /// Size in bytes.
     pub size: u64,
@@ -101,6 +116,14 @@ pub enum DescriptorError {
         /// Its value.
         value: i128,
     },
+    /// The descriptor is of another kind of object.
+    #[error("it is of {found}, not of {expected}")]
+    Kind {
+        /// What it is of.
+        found: &'static str,
+        /// What was expected.
+        expected: &'static str,
+    },
     /// The descriptor is meant for another way of importing.
     #[error("it is meant for {found}, not for {expected}")]
     Transport {
@@ -124,14 +147,8 @@ impl Descriptor {
             Location::Device(ordinal) => memory.cuda().device(ordinal)?.uuid()?,
             Location::HostNuma(_) | Location::Host => Uuid::default(),
         };
-        Ok(Self {
-            kind: Kind::Memory,
-            transport,
-            location: memory.location(),
-            device_uuid,
-            handle_types: memory.handle_types(),
-            size: memory.size() as u64,
-        })
+        let kind = Kind::Memory { location: memory.location(), device_uuid };
+        Ok(Self { kind, transport, handle_types: memory.handle_types(), size: memory.size() as u64 })
     }
 
     /// The descriptor as bytes.
@@ -142,8 +159,23 @@ impl Descriptor {
         put(0, &MAGIC);
         put(8, &VERSION.to_le_bytes());
         put(10, &(Self::BYTES as u16).to_le_bytes());
-        let Kind::Memory = self.kind;
-        put(12, &[1]);
+        match self.kind {
+            Kind::Memory { location, device_uuid } => {
+                let (kind, id) = match location {
+                    Location::Device(ordinal) => (1, ordinal),
+                    Location::HostNuma(node) => (2, node),
+                    Location::Host => (3, 0),
+                };
+                put(12, &[1]);
+                put(14, &[kind]);
+                put(16, &id.to_le_bytes());
+                put(32, &device_uuid.0);
+            }
+            Kind::Multicast { devices } => {
+                put(12, &[2]);
+                put(16, &devices.to_le_bytes());
+            }
+        }
         match &self.transport {
             Transport::Socket => put(13, &[1]),
             Transport::Pidfd { pid, fd } => {
@@ -156,16 +188,8 @@ impl Descriptor {
                 put(56, handle.as_bytes());
             }
         }
-        let (kind, id) = match self.location {
-            Location::Device(ordinal) => (1, ordinal),
-            Location::HostNuma(node) => (2, node),
-            Location::Host => (3, 0),
-        };
-        put(14, &[kind]);
-        put(16, &id.to_le_bytes());
         put(20, &self.handle_types.bits().to_le_bytes());
         put(24, &self.size.to_le_bytes());
-        put(32, &self.device_uuid.0);
         out
     }
 
@@ -189,9 +213,6 @@ impl Descriptor {
         if usize::from(length) != Self::BYTES {
             return wrong("length", length.into());
         }
-        if bytes[12] != 1 {
-            return wrong("kind", bytes[12].into());
-        }
         let (pid, fd) = (u32::from_le_bytes(field(bytes, 48)), i32::from_le_bytes(field(bytes, 52)));
         let handle = FabricHandle::from_bytes(field(bytes, 56));
         let transport = match bytes[13] {
@@ -212,19 +233,11 @@ impl Descriptor {
         if !matches!(transport, Transport::Fabric(_)) && handle.as_bytes() != &[0; 64] {
             return wrong("FABRIC handle without FABRIC transport", 1);
         }
-        let id = i32::from_le_bytes(field(bytes, 16));
-        let location = match bytes[14] {
-            1 | 2 if id < 0 => return wrong("location", id.into()),
-            1 => Location::Device(id),
-            2 => Location::HostNuma(id),
-            3 if id == 0 => Location::Host,
-            3 => return wrong("location", id.into()),
-            other => return wrong("kind of location", other.into()),
+        let kind = match bytes[12] {
+            1 => memory_kind(bytes)?,
+            2 => multicast_kind(bytes)?,
+            other => return wrong("kind", other.into()),
         };
-        let device_uuid = Uuid(field(bytes, 32));
-        if location.is_host() && device_uuid != Uuid::default() {
-            return wrong("device of host memory", 1);
-        }
         let size = u64::from_le_bytes(field(bytes, 24));
         if size == 0 || i64::try_from(size).is_err() || usize::try_from(size).is_err() {
             return wrong("size", size.into());
@@ -233,7 +246,7 @@ impl Descriptor {
             return wrong("reserved bytes", 1);
         }
         let handle_types = HandleTypes::from_bits_retain(u32::from_le_bytes(field(bytes, 20)));
-        Ok(Self { kind: Kind::Memory, transport, location, device_uuid, handle_types, size })
+        Ok(Self { kind, transport, handle_types, size })
     }
 
     pub(crate) fn size(&self) -> usize {
@@ -252,6 +265,41 @@ impl Transport {
     }
 }
 
+/// The fields that are memory's.
+fn memory_kind(bytes: &[u8; Descriptor::BYTES]) -> Result<Kind, DescriptorError> {
+    let wrong = |field, value: i128| Err(DescriptorError::Field { field, value });
+    let id = i32::from_le_bytes(field(bytes, 16));
+    let location = match bytes[14] {
+        1 | 2 if id < 0 => return wrong("location", id.into()),
+        1 => Location::Device(id),
+        2 => Location::HostNuma(id),
+        3 if id == 0 => Location::Host,
+        3 => return wrong("location", id.into()),
+        other => return wrong("kind of location", other.into()),
+    };
+    let device_uuid = Uuid(field(bytes, 32));
+    if location.is_host() && device_uuid != Uuid::default() {
+        return wrong("device of host memory", 1);
+    }
+    Ok(Kind::Memory { location, device_uuid })
+}
+
+/// The fields that are a multicast object's.
+fn multicast_kind(bytes: &[u8; Descriptor::BYTES]) -> Result<Kind, DescriptorError> {
+    let wrong = |field, value: i128| Err(DescriptorError::Field { field, value });
+    let devices = u32::from_le_bytes(field(bytes, 16));
+    if devices == 0 {
+        return wrong("number of devices", 0);
+    }
+    if bytes[14] != 0 {
+        return wrong("location of a multicast object", bytes[14].into());
+    }
+    if bytes[32..48] != [0; 16] {
+        return wrong("device of a multicast object", 1);
+    }
+    Ok(Kind::Multicast { devices })
+}
+
 /// `N` bytes at a constant offset of the descriptor.
 fn field<const N: usize>(bytes: &[u8; Descriptor::BYTES], at: usize) -> [u8; N] {
     std::array::from_fn(|index| bytes[at + index])
@@ -262,22 +310,22 @@ mod tests {
     use super::*;
 
     fn samples() -> Vec<Descriptor> {
+        let memory = |location, uuid| Kind::Memory { location, device_uuid: Uuid([uuid; 16]) };
         let base = Descriptor {
-            kind: Kind::Memory,
+            kind: memory(Location::Device(3), 7),
             transport: Transport::Socket,
-            location: Location::Device(3),
-            device_uuid: Uuid([7; 16]),
             handle_types: HandleTypes::POSIX_FD,
             size: 2 << 20,
         };
         let fabric = Transport::Fabric(FabricHandle::from_bytes([9; 64]));
-        let host = Uuid::default();
         vec![
             base,
             Descriptor { transport: Transport::Pidfd { pid: 42, fd: 7 }, ..base },
             Descriptor { transport: fabric, handle_types: HandleTypes::all(), ..base },
-            Descriptor { location: Location::HostNuma(1), device_uuid: host, ..base },
-            Descriptor { location: Location::Host, device_uuid: host, ..base },
+            Descriptor { kind: memory(Location::HostNuma(1), 0), ..base },
+            Descriptor { kind: memory(Location::Host, 0), ..base },
+            Descriptor { kind: Kind::Multicast { devices: 8 }, ..base },
+            Descriptor { kind: Kind::Multicast { devices: 2 }, transport: fabric, ..base },
         ]
     }
 
@@ -302,12 +350,13 @@ mod tests {
 
     #[test]
     fn each_wrong_field_is_named() {
-        let base = samples()[0];
-        let broken = |change: &dyn Fn(&mut [u8; Descriptor::BYTES])| {
-            let mut bytes = base.encode();
+        type Change<'a> = &'a dyn Fn(&mut [u8; Descriptor::BYTES]);
+        let broken_of = |sample: usize, change: Change<'_>| {
+            let mut bytes = samples()[sample].encode();
             change(&mut bytes);
             Descriptor::decode(&bytes).unwrap_err()
         };
+        let broken = |change: Change<'_>| broken_of(0, change);
         let field_of = |error| match error {
             DescriptorError::Field { field, .. } => field,
             other => panic!("{other}"),
@@ -327,6 +376,43 @@ mod tests {
         assert_eq!(field_of(broken(&|b| b[60] = 1)), "FABRIC handle without FABRIC transport");
         assert_eq!(field_of(broken(&|b| b[15] = 1)), "reserved bytes");
         assert_eq!(field_of(broken(&|b| b[127] = 1)), "reserved bytes");
+        assert_eq!(field_of(broken(&|b| b[12] = 3)), "kind");
+
+        let multicast = |change: Change<'_>| field_of(broken_of(5, change));
+        assert_eq!(multicast(&|b| b[16..20].fill(0)), "number of devices");
+        assert_eq!(multicast(&|b| b[14] = 1), "location of a multicast object");
+        assert_eq!(multicast(&|b| b[47] = 1), "device of a multicast object");
+        assert_eq!(multicast(&|b| b[12] = 1), "kind of location");
+        assert_eq!(multicast(&|b| b[24..32].fill(0)), "size");
+    }
+
+    /// Whatever bytes come, they are refused or mean exactly what they say.
+    #[test]
+    fn hostile_bytes_are_refused_or_mean_themselves() {
+        // Fixed pseudo-random bytes (xorshift), so that a failure can be repeated.
+        let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+        let mut next = || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state as usize
+        };
+        let (mut refused, mut taken) = (0, 0);
+        for round in 0..20_000 {
+            let samples = samples();
+            let mut bytes = samples[round % samples.len()].encode();
+            for _ in 0..=next() % 3 {
+                bytes[next() % Descriptor::BYTES] = (next() >> 8) as u8;
+            }
+            match Descriptor::decode(&bytes) {
+                Ok(descriptor) => {
+                    assert_eq!(descriptor.encode(), bytes);
+                    taken += 1;
+                }
+                Err(_) => refused += 1,
+            }
+        }
+        assert!(refused > 1000 && taken > 1000, "{refused} refused, {taken} taken");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Handles taken out of the exporter's process (`pidfd_getfd`).
 
-use super::{Descriptor, DescriptorError, Transport, check_import};
+use super::{Descriptor, DescriptorError, Transport, check_import, memory_of};
 use crate::cuda::Cuda;
 use crate::error::{Error, Result};
 use crate::physical::PhysicalMemory;
@@ -46,6 +46,7 @@ impl PidExport {
 /// `kernel.yama.ptrace_scope` of 1 or more); [`Error::ImportMismatch`]; [`Error::Call`].
 pub fn fetch(cuda: &Cuda, bytes: &[u8]) -> Result<PhysicalMemory> {
     let descriptor = Descriptor::decode(bytes)?;
+    let described = memory_of(&descriptor)?;
     let Transport::Pidfd { pid, fd } = descriptor.transport else {
         let found = descriptor.transport.name();
         return Err(DescriptorError::Transport { found, expected: "pidfd_getfd" }.into());
@@ -57,5 +58,5 @@ pub fn fetch(cuda: &Cuda, bytes: &[u8]) -> Result<PhysicalMemory> {
     let fd = pidfd_getfd(&process, fd, PidfdGetfdFlags::empty())
         .map_err(failed("taking a file descriptor out of the exporting process"))?;
     let memory = PhysicalMemory::import_fd(cuda, fd, descriptor.size())?;
-    check_import(cuda, &descriptor, memory)
+    check_import(cuda, described, memory)
 }

@@ -1,6 +1,6 @@
 //! Every kernel compiles for every architecture we name, and keeps its values in registers. Needs NVRTC, but no GPU.
 
-use deepep_core::jit::{Arch, Cache, Compiler, JitError, Program};
+use deepep_core::jit::{Arch, Cache, Collective, CollectiveKind, Compiler, Element, JitError, Program, Way};
 
 fn compiler() -> Option<Compiler> {
     match Compiler::find(None) {
@@ -53,4 +53,52 @@ fn an_architecture_that_does_not_exist_is_an_error() {
     let error = compiler.compile(Program::Barrier { ranks: 2 }, Arch::new(42, 0)).unwrap_err();
     assert!(matches!(error, JitError::TooOld { .. }), "{error}");
     assert!(error.to_string().contains("sm_420a"), "{error}");
+}
+
+/// What a collective's kernel must be made of, if it uses multicast.
+fn multicast_instructions(collective: &Collective) -> Vec<&'static str> {
+    let reduce = match collective.element {
+        Element::F32 => "multimem.ld_reduce.weak.global.add.v4.f32 ",
+        Element::Bf16 => "multimem.ld_reduce.weak.global.add.acc::f32.v4.bf16x2 ",
+        Element::F16 => "multimem.ld_reduce.weak.global.add.acc::f32.v4.f16x2 ",
+    };
+    let cell = "multimem.st.relaxed.sys.global.u64 ";
+    let store = "multimem.st.weak.global.v4.f32 ";
+    let stages = ["multimem.st.release.sys.global.u32 ", "fence.proxy.alias;"];
+    let own: &[&str] = match (collective.kind, collective.way) {
+        (CollectiveKind::AllGather | CollectiveKind::AllReduce, Way::Cells) => return vec![cell],
+        (CollectiveKind::AllGather, _) => &[store],
+        (CollectiveKind::AllReduce, Way::TwoShot) => &[reduce, store],
+        _ => &[reduce],
+    };
+    own.iter().chain(&stages).copied().collect()
+}
+
+#[test]
+fn collectives_are_made_of_the_instructions_that_are_meant() {
+    let Some(compiler) = compiler() else { return };
+    let mut seen = 0;
+    for arch in [Arch::new(9, 0), Arch::new(10, 0)] {
+        for program in Program::all(2) {
+            let cubin = compiler.compile(program, arch).unwrap_or_else(|e| panic!("{e}"));
+            let expected = match program {
+                Program::Collective(collective) if collective.multicast => {
+                    multicast_instructions(&collective)
+                }
+                Program::MultimemBarrier { .. } => {
+                    vec!["multimem.red.release.sys.global.xor.b32 ", "fence.proxy.alias;"]
+                }
+                // Nothing else touches a multicast address.
+                _ => {
+                    assert!(!cubin.assembly().contains("multimem"), "{arch} {program:?}");
+                    continue;
+                }
+            };
+            for instruction in expected {
+                assert!(cubin.assembly().contains(instruction), "{arch} {program:?}: {instruction}");
+            }
+            seen += 1;
+        }
+    }
+    assert_eq!(seen, 2 * 15);
 }

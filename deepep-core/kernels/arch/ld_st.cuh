@@ -31,6 +31,13 @@ DEVICE u64 ld_relaxed_gpu(const u64* p) {
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
     return v;
 }
+// Two words at an address that is a multiple of 16; each is single-copy atomic, both together are not.
+DEVICE void ld_relaxed_sys(const u64* p, u64& a, u64& b) {
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+}
+DEVICE void st_relaxed_sys(u64* p, u64 a, u64 b) {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
+}
 DEVICE void st_release_sys(u32* p, u32 v) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use sha2::{Digest, Sha256};
 
-use super::nvrtc::Nvrtc;
+use super::nvrtc::{Nvrtc, Output};
 use super::{Cache, JitError, Program, Resources};
 
 /// Architecture of a device, from its compute capability.
@@ -39,6 +39,7 @@ impl fmt::Display for Arch {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cubin {
     image: Vec<u8>,
+    assembly: String,
     resources: Vec<Resources>,
     compiled: bool,
 }
@@ -47,6 +48,12 @@ impl Cubin {
     /// The ELF image, as `cuModuleLoadData` and `cuLibraryLoadData` take it.
     pub fn image(&self) -> &[u8] {
         &self.image
+    }
+
+    /// The PTX it was made from, for who wants to see the instructions. Empty if the image comes from the cache.
+    #[doc(alias = "nvrtcGetPTX")]
+    pub fn assembly(&self) -> &str {
+        &self.assembly
     }
 
     /// Registers and local memory of its kernels. Empty if the image comes from the cache.
@@ -61,7 +68,7 @@ impl Cubin {
 }
 
 /// Options of every compilation, beside the architecture.
-const OPTIONS: [&str; 2] = ["--std=c++17", "--ptxas-options=-v"];
+const OPTIONS: [&str; 3] = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"];
 
 /// A compiler: NVRTC, found and opened.
 pub struct Compiler {
@@ -105,29 +112,41 @@ impl Compiler {
     #[doc(alias = "nvrtcCompileProgram")]
     #[doc(alias = "nvrtcGetCUBIN")]
     pub fn compile(&self, program: Program, arch: Arch) -> Result<Cubin, JitError> {
+        let Output { image, assembly, log, .. } =
+            self.compile_text(program.entry(), program.source(), program.headers(), arch)?;
+        Ok(Cubin { image, assembly, resources: Resources::parse(&log), compiled: true })
+    }
+
+    /// Compiles a source with headers.
+    pub(super) fn compile_text(
+        &self,
+        program: &'static str,
+        source: &str,
+        headers: Vec<(&'static str, String)>,
+        arch: Arch,
+    ) -> Result<Output, JitError> {
         let (major, minor) = self.version();
         if !self.nvrtc.supported()?.contains(&arch.number()) {
             let library = self.library().into();
             let what = format!("architecture {arch}");
             return Err(JitError::TooOld { library, major, minor, need: "a newer", what });
         }
-        let headers: Vec<_> =
-            program.headers().into_iter().map(|(n, t)| (c_string(n), c_string(&t))).collect();
+        let headers: Vec<_> = headers.into_iter().map(|(n, t)| (c_string(n), c_string(&t))).collect();
         let options: Vec<_> = options(arch).iter().map(|o| c_string(o)).collect();
-        let name = c_string(&format!("{}.cu", program.entry()));
-        let output = self.nvrtc.compile(&name, &c_string(program.source()), &headers, &options)?;
-        if output.status != 0 {
-            return Err(JitError::Compile {
-                program: program.entry(),
-                arch: arch.to_string(),
-                major,
-                minor,
-                code: output.status,
-                name: self.nvrtc.error_name(output.status),
-                log: output.log,
-            });
+        let name = c_string(&format!("{program}.cu"));
+        let output = self.nvrtc.compile(&name, &c_string(source), &headers, &options)?;
+        if output.status == 0 {
+            return Ok(output);
         }
-        Ok(Cubin { image: output.image, resources: Resources::parse(&output.log), compiled: true })
+        Err(JitError::Compile {
+            program,
+            arch: arch.to_string(),
+            major,
+            minor,
+            code: output.status,
+            name: self.nvrtc.error_name(output.status),
+            log: output.log,
+        })
     }
 
     /// Takes a program from the cache, or compiles it and puts it there. A cache that can't be read or written costs only time.
@@ -137,7 +156,7 @@ impl Compiler {
     pub fn compile_cached(&self, program: Program, arch: Arch, cache: &Cache) -> Result<Cubin, JitError> {
         let key = self.key(program, arch);
         if let Some(image) = cache.get(&key) {
-            return Ok(Cubin { image, resources: Vec::new(), compiled: false });
+            return Ok(Cubin { image, assembly: String::new(), resources: Vec::new(), compiled: false });
         }
         let cubin = self.compile(program, arch)?;
         cache.put(&key, &cubin.image);

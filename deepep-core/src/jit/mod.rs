@@ -14,8 +14,11 @@
 //! ```
 
 mod cache;
+mod collective;
 mod compiler;
 mod error;
+#[cfg(test)]
+mod multimem_tests;
 mod nvrtc;
 pub(crate) mod params;
 mod resources;
@@ -23,6 +26,7 @@ mod search;
 mod source;
 
 pub use cache::Cache;
+pub use collective::{Collective, CollectiveKind, Element, Way};
 pub use compiler::{Arch, Compiler, Cubin};
 pub use error::JitError;
 pub use nvrtc::NVRTC_ENV;

@@ -54,6 +54,8 @@ functions! {
     compile = "nvrtcCompileProgram": fn(ProgramHandle, c_int, *const *const c_char) -> c_int;
     cubin_size = "nvrtcGetCUBINSize": fn(ProgramHandle, *mut usize) -> c_int;
     cubin = "nvrtcGetCUBIN": fn(ProgramHandle, *mut c_char) -> c_int;
+    ptx_size = "nvrtcGetPTXSize": fn(ProgramHandle, *mut usize) -> c_int;
+    ptx = "nvrtcGetPTX": fn(ProgramHandle, *mut c_char) -> c_int;
     log_size = "nvrtcGetProgramLogSize": fn(ProgramHandle, *mut usize) -> c_int;
     log = "nvrtcGetProgramLog": fn(ProgramHandle, *mut c_char) -> c_int;
 }
@@ -71,6 +73,7 @@ pub(super) struct Nvrtc {
 pub(super) struct Output {
     pub(super) status: c_int,
     pub(super) image: Vec<u8>,
+    pub(super) assembly: String,
     pub(super) log: String,
 }
 
@@ -180,12 +183,13 @@ impl Nvrtc {
         let status =
             unsafe { (self.functions.compile)(program.handle, options.len() as c_int, options.as_ptr()) };
         let log = program.text("nvrtcGetProgramLog", self.functions.log_size, self.functions.log)?;
-        let image = match status {
-            SUCCESS => program.text("nvrtcGetCUBIN", self.functions.cubin_size, self.functions.cubin)?,
-            _ => Vec::new(),
-        };
-        let log = String::from_utf8_lossy(&log).trim_end_matches('\0').trim().to_owned();
-        Ok(Output { status, image, log })
+        let (mut image, mut assembly) = (Vec::new(), Vec::new());
+        if status == SUCCESS {
+            image = program.text("nvrtcGetCUBIN", self.functions.cubin_size, self.functions.cubin)?;
+            assembly = program.text("nvrtcGetPTX", self.functions.ptx_size, self.functions.ptx)?;
+        }
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end_matches('\0').trim().to_owned();
+        Ok(Output { status, image, assembly: text(&assembly), log: text(&log) })
     }
 
     pub(super) fn error_name(&self, code: c_int) -> String {

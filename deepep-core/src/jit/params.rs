@@ -166,3 +166,39 @@ device_struct! {
         reserved: u32,
     }
 }
+
+device_struct! {
+    /// Arguments of an all-gather, a reduce-scatter or an all-reduce.
+    pub(crate) struct CollectiveParams {
+        domain: Domain,
+        /// The caller's tensors.
+        input: u64,
+        output: u64,
+        /// All-gather: bytes that a rank gives. Reduce-scatter: bytes that a rank gets. All-reduce: bytes of either.
+        bytes: u64,
+        /// Address behind which the heaps of all ranks lie, or 0.
+        multicast: u64,
+        /// Offsets of the area's parts.
+        flags: u64,
+        steps: u64,
+        epochs: u64,
+        cells: u64,
+        stages: u64,
+        /// Cells of one rank in one parity.
+        cell_count: u32,
+        /// Bytes of a slot.
+        slice: u32,
+    }
+}
+
+device_struct! {
+    /// Arguments of a barrier over multicast.
+    pub(crate) struct MultimemBarrierParams {
+        domain: Domain,
+        /// Address behind which the heaps of all ranks lie.
+        multicast: u64,
+        /// Offsets of the two words and of the own counter.
+        words: u64,
+        count: u64,
+    }
+}

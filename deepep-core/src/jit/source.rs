@@ -2,10 +2,13 @@
 
 use std::fmt::Write as _;
 
-use super::params::{BarrierParams, CombineParams, DispatchParams, Domain};
+use super::collective::Collective;
+use super::params::{
+    BarrierParams, CollectiveParams, CombineParams, DispatchParams, Domain, MultimemBarrierParams,
+};
 use crate::layout::{
-    CountsLayout, IndexWidth, MAX_BLOCKS, MAX_RANKS, MAX_TOPK, Operation, Phase, Placement, RecordKind,
-    STATUS_RECORD_BYTES, StatusRecord, Ticket, WorkspaceLayout,
+    COLLECTIVE_BLOCKS, CountsLayout, IndexWidth, MAX_BLOCKS, MAX_RANKS, MAX_TOPK, Operation, Phase,
+    Placement, RecordKind, STATUS_RECORD_BYTES, StatusRecord, Ticket, WorkspaceLayout,
 };
 
 /// A kernel, in one of the variants that are compiled separately. Sizes are arguments; what is fixed here changes the code.
@@ -34,9 +37,16 @@ pub enum Program {
         /// Rows of a token are summed where they are before they travel.
         reduce_first: bool,
     },
+    /// All-gather, reduce-scatter or all-reduce.
+    Collective(Collective),
+    /// Barrier of all ranks over multicast.
+    MultimemBarrier {
+        /// Ranks of the domain.
+        ranks: usize,
+    },
 }
 
-/// Threads of a block of dispatch and combine.
+/// Threads of a block of dispatch, combine and the collectives.
 pub(crate) const THREADS: usize = 512;
 /// Threads of a barrier kernel's block.
 pub(crate) const BARRIER_THREADS: usize = 32;
@@ -61,10 +71,16 @@ const HEADERS: &[(&str, &str)] = embedded![
     "arch/time.cuh",
     "arch/launch.cuh",
     "arch/bf16.cuh",
+    "arch/f16.cuh",
+    "arch/multimem.cuh",
     "common/warp.cuh",
+    "common/element.cuh",
     "comm/heap.cuh",
     "comm/wait.cuh",
     "comm/announce.cuh",
+    "comm/user.cuh",
+    "comm/cells.cuh",
+    "comm/stages.cuh",
     "ops/dispatch/block.cuh",
     "ops/dispatch/count.cuh",
     "ops/dispatch/tables.cuh",
@@ -83,13 +99,19 @@ impl Program {
             Self::Barrier { .. } => "deepep_barrier",
             Self::Dispatch { .. } => "deepep_dispatch",
             Self::Combine { .. } => "deepep_combine",
+            Self::Collective(collective) => collective.entry(),
+            Self::MultimemBarrier { .. } => "deepep_multimem_barrier",
         }
     }
 
     /// Ranks that the kernel is compiled for.
     pub const fn ranks(&self) -> usize {
         match *self {
-            Self::Barrier { ranks } | Self::Dispatch { ranks, .. } | Self::Combine { ranks, .. } => ranks,
+            Self::Barrier { ranks }
+            | Self::Dispatch { ranks, .. }
+            | Self::Combine { ranks, .. }
+            | Self::MultimemBarrier { ranks }
+            | Self::Collective(Collective { ranks, .. }) => ranks,
         }
     }
 
@@ -104,6 +126,11 @@ impl Program {
         all.push(Self::Combine { ranks, placement: Placement::Plain, reduce_first: true });
         for reduce_first in [true, false] {
             all.push(Self::Combine { ranks, placement: Placement::Expanded, reduce_first });
+        }
+        // One rank has nobody to collect from.
+        if ranks > 1 {
+            all.push(Self::MultimemBarrier { ranks });
+            all.extend(Collective::all(ranks).into_iter().map(Self::Collective));
         }
         all
     }
@@ -121,13 +148,16 @@ impl Program {
             Self::Barrier { .. } => include_str!("../../kernels/ops/barrier.cu"),
             Self::Dispatch { .. } => include_str!("../../kernels/ops/dispatch.cu"),
             Self::Combine { .. } => include_str!("../../kernels/ops/combine.cu"),
+            Self::Collective(collective) => collective.source(),
+            Self::MultimemBarrier { .. } => include_str!("../../kernels/ops/multimem_barrier.cu"),
         }
     }
 
     /// Constants and structs that exist once, in Rust.
     fn generated(&self) -> String {
         let (expanded, reduce_first, index_bits, threads) = match *self {
-            Self::Barrier { .. } => (false, true, 32, BARRIER_THREADS),
+            Self::Barrier { .. } | Self::MultimemBarrier { .. } => (false, true, 32, BARRIER_THREADS),
+            Self::Collective(_) => (false, true, 32, THREADS),
             Self::Dispatch { placement, index, .. } => {
                 (placement == Placement::Expanded, true, index.bytes() * 8, THREADS)
             }
@@ -143,12 +173,16 @@ impl Program {
         };
         line(format_args!("#define INDEX_BITS {index_bits}"));
         line(format_args!("constexpr bool EXPANDED = {expanded}, REDUCE_FIRST = {reduce_first};"));
+        if let Self::Collective(collective) = self {
+            line(format_args!("{}", collective.constants()));
+        }
         let numbers = [
             ("RANKS", self.ranks()),
             ("THREADS", threads),
             ("MAX_RANKS", MAX_RANKS),
             ("MAX_TOPK", MAX_TOPK),
             ("MAX_BLOCKS", MAX_BLOCKS),
+            ("COLLECTIVE_BLOCKS", COLLECTIVE_BLOCKS),
             ("CELL_LINE", WorkspaceLayout::LINE),
             ("CELL_CALL", WorkspaceLayout::CELL_CALL),
             ("CELL_PLACE", WorkspaceLayout::CELL_PLACE),
@@ -179,6 +213,8 @@ impl Program {
             ("BarrierParams", BarrierParams::CUDA, size_of::<BarrierParams>()),
             ("DispatchParams", DispatchParams::CUDA, size_of::<DispatchParams>()),
             ("CombineParams", CombineParams::CUDA, size_of::<CombineParams>()),
+            ("CollectiveParams", CollectiveParams::CUDA, size_of::<CollectiveParams>()),
+            ("MultimemBarrierParams", MultimemBarrierParams::CUDA, size_of::<MultimemBarrierParams>()),
         ];
         for (name, declaration, bytes) in structs {
             line(format_args!("{declaration}static_assert(sizeof({name}) == {bytes}, \"{name}\");"));

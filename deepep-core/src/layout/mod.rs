@@ -10,6 +10,7 @@
 pub(crate) mod abi;
 #[cfg(test)]
 pub(crate) use shape::tests as test_shapes;
+mod collective;
 mod combine;
 mod dispatch;
 mod heap;
@@ -18,6 +19,7 @@ mod shape;
 mod status;
 mod workspace;
 
+pub use collective::{COLLECTIVE_BLOCKS, CollectiveConfig, CollectiveLayout};
 pub use combine::ReceiveLayout;
 pub use dispatch::{HandleLayout, OutputLayout};
 pub use heap::{HeapConfig, HeapLayout, SlotArray};

@@ -68,6 +68,12 @@ codes! {
         Combine = 2, "OPERATION_COMBINE", "combine";
         /// Barrier.
         Barrier = 3, "OPERATION_BARRIER", "barrier";
+        /// All-gather.
+        AllGather = 4, "OPERATION_ALL_GATHER", "all-gather";
+        /// Reduce-scatter.
+        ReduceScatter = 5, "OPERATION_REDUCE_SCATTER", "reduce-scatter";
+        /// All-reduce.
+        AllReduce = 6, "OPERATION_ALL_REDUCE", "all-reduce";
     }
 }
 
@@ -94,6 +100,10 @@ codes! {
         Announcer = 9, "PHASE_ANNOUNCER", "the block's announcing warp";
         /// A peer's arrival at a barrier.
         Barrier = 10, "PHASE_BARRIER", "barrier";
+        /// A peer's values, in cells.
+        Cells = 11, "PHASE_CELLS", "values of a peer";
+        /// A step of a peer's block of the same number.
+        Stage = 12, "PHASE_STAGE", "a step of a peer";
     }
 }
 
@@ -255,6 +265,6 @@ mod tests {
         assert_eq!(Phase::from_code(7), Some(Phase::Started));
         assert_eq!(Phase::from_code(0), None);
         assert_eq!(Operation::Combine.describe(), "combine");
-        assert_eq!(Phase::NAMED.len(), 10);
+        assert_eq!(Phase::NAMED.len(), 12);
     }
 }

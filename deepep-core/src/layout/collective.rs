@@ -1,0 +1,123 @@
+//! Memory of the collectives: all-gather, reduce-scatter, all-reduce. One area in every rank's heap.
+
+use super::{Cursor, MAX_RANKS, WorkspaceLayout};
+use crate::error::{Error, Result};
+
+/// Most blocks of a collective. Each has flags, counters and stages of its own.
+pub const COLLECTIVE_BLOCKS: usize = 64;
+/// Buffers of a block's stages. The kernels say why there are four.
+const BUFFERS: usize = 4;
+
+/// What the area is made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CollectiveConfig {
+    /// Ranks of the domain, 2 to [`MAX_RANKS`].
+    pub ranks: usize,
+    /// Most bytes of a rank that travel in cells: the small-message path. A multiple of 8.
+    pub cell_bytes: usize,
+    /// Bytes of a slot of a stage: what a block moves at a time. A multiple of 128.
+    pub slice: usize,
+}
+
+impl CollectiveConfig {
+    /// Sizes that suit an NVLink domain of so many ranks.
+    #[must_use]
+    pub const fn new(ranks: usize) -> Self {
+        Self { ranks, cell_bytes: 256 << 10, slice: 128 << 10 }
+    }
+}
+
+/// Offsets of the area's parts in every rank's heap. All of them are zero when the buffer is made, and never cleared afterwards.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CollectiveLayout {
+    /// What it is made for.
+    pub config: CollectiveConfig,
+    /// Peer, `u32[COLLECTIVE_BLOCKS][ranks]`, one cache line a block: the last step that a rank's block has finished.
+    pub flags: usize,
+    /// Own, `u32[COLLECTIVE_BLOCKS]`: steps of each block.
+    pub steps: usize,
+    /// Own, `u32[COLLECTIVE_BLOCKS]`: epochs of calls in cells.
+    pub epochs: usize,
+    /// Peer, `u32[2]`, one cache line each: the words of a barrier over multicast.
+    pub words: usize,
+    /// Own, `u32`: number of such barriers.
+    pub count: usize,
+    /// Peer, `u64[2 parities][ranks][cells]`.
+    pub cells: usize,
+    /// Own and peer, `[COLLECTIVE_BLOCKS][4 buffers][slots][slice]` bytes.
+    pub stages: usize,
+    /// End of the area.
+    pub end: usize,
+}
+
+impl CollectiveLayout {
+    /// Lays the area out from an offset on.
+    ///
+    /// # Errors
+    /// [`Invalid`](Error::Invalid) for a number of ranks or a size that cannot be.
+    pub fn new(config: CollectiveConfig, start: usize) -> Result<Self> {
+        let CollectiveConfig { ranks, cell_bytes, slice } = config;
+        if !(2..=MAX_RANKS).contains(&ranks) {
+            return Err(Error::invalid("ranks of collectives", ranks, format!("must be 2 to {MAX_RANKS}")));
+        }
+        if cell_bytes == 0 || !cell_bytes.is_multiple_of(8) || cell_bytes > 64 << 20 {
+            let need = "must be a multiple of 8 up to 64 MiB";
+            return Err(Error::invalid("cell_bytes", cell_bytes, need));
+        }
+        if slice == 0 || !slice.is_multiple_of(128) || slice > 16 << 20 {
+            return Err(Error::invalid("slice", slice, "must be a multiple of 128 up to 16 MiB"));
+        }
+        let mut c = Cursor::at(start);
+        let flags = c.take(COLLECTIVE_BLOCKS, WorkspaceLayout::LINE);
+        let steps = c.take(COLLECTIVE_BLOCKS, 4);
+        let epochs = c.take(COLLECTIVE_BLOCKS, 4);
+        let words = c.take(2, WorkspaceLayout::LINE);
+        let count = c.take(1, 4);
+        let cells = c.take(2 * ranks * (cell_bytes / 4), 8);
+        let stages = c.take(COLLECTIVE_BLOCKS * BUFFERS * Self::slots(ranks), slice);
+        Ok(Self { config, flags, steps, epochs, words, count, cells, stages, end: c.bytes() })
+    }
+
+    /// Slots of a buffer: one for each rank, and two for a sum of two shots.
+    const fn slots(ranks: usize) -> usize {
+        if ranks > 2 { ranks } else { 2 }
+    }
+
+    /// Cells of one rank in one parity.
+    #[must_use]
+    pub const fn cell_count(&self) -> usize {
+        self.config.cell_bytes / 4
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_follow_each_other_and_are_aligned() {
+        for ranks in [2, 3, 8] {
+            let l = CollectiveLayout::new(CollectiveConfig::new(ranks), 4096).unwrap();
+            let parts = [l.flags, l.steps, l.epochs, l.words, l.count, l.cells, l.stages, l.end];
+            assert!(parts.is_sorted() && parts[0] == 4096, "{parts:?}");
+            assert!(parts.iter().all(|part| part.is_multiple_of(super::super::REGION_ALIGNMENT)));
+            assert_eq!(l.stages - l.cells, 2 * ranks * (256 << 10) * 2);
+            assert_eq!(l.end - l.stages, 64 * 4 * ranks * (128 << 10));
+        }
+    }
+
+    #[test]
+    fn impossible_sizes_are_errors() {
+        let good = CollectiveConfig::new(2);
+        for bad in [
+            CollectiveConfig { ranks: 1, ..good },
+            CollectiveConfig { ranks: 9, ..good },
+            CollectiveConfig { cell_bytes: 0, ..good },
+            CollectiveConfig { cell_bytes: 12, ..good },
+            CollectiveConfig { slice: 64, ..good },
+            CollectiveConfig { slice: 1 << 30, ..good },
+        ] {
+            assert!(CollectiveLayout::new(bad, 0).is_err(), "{bad:?}");
+        }
+    }
+}

@@ -1,12 +1,15 @@
 //! Every kernel compiles for every architecture we name, and keeps its values in registers. Needs NVRTC, but no GPU.
 
+use std::io::Write as _;
+
 use deepep_core::jit::{Arch, Cache, Collective, CollectiveKind, Compiler, Element, JitError, Program, Way};
 
 fn compiler() -> Option<Compiler> {
     match Compiler::find(None) {
         Ok(compiler) => Some(compiler),
         Err(error @ JitError::NotFound { .. }) => {
-            eprintln!("skipped: {error}");
+            // Past the test runner's capture of what passing tests print.
+            writeln!(std::io::stderr(), "skipped: {error}").ok();
             None
         }
         Err(error) => panic!("{error}"),

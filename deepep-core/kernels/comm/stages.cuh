@@ -1,4 +1,5 @@
-// Large collectives: a block cuts its share into chunks and moves them through its own stages, four buffers of slots on every rank.
+// Large collectives: the blocks take turns with the chunks of a tensor. Each moves its chunks through its own stages, four buffers of slots on
+// every rank; a chunk fits into a slot.
 //
 // Block b of a rank meets block b of every other rank, and no other: flags[b][s] on a rank holds the number of the last step that rank s's
 // block b has finished. Steps are counted over all calls, and a block's stages are always the same memory, whatever the grid.
@@ -34,13 +35,13 @@ struct Stages {
     }
     // Chunks of this block.
     DEVICE u32 chunks() const {
-        const u64 all = (bytes + p.slice - 1) / p.slice;
+        const u64 all = (bytes + p.chunk - 1) / p.chunk;
         return all > blockIdx.x ? (u32)((all - blockIdx.x + gridDim.x - 1) / gridDim.x) : 0;
     }
-    DEVICE u64 start_of(u32 chunk) const { return ((u64)chunk * gridDim.x + blockIdx.x) * p.slice; }
+    DEVICE u64 start_of(u32 chunk) const { return ((u64)chunk * gridDim.x + blockIdx.x) * p.chunk; }
     DEVICE u32 length(u32 chunk) const {
         const u64 left = bytes - start_of(chunk);
-        return left < p.slice ? (u32)left : p.slice;
+        return left < p.chunk ? (u32)left : p.chunk;
     }
     // The last one may be a part of a vector.
     DEVICE u32 vectors(u32 chunk) const { return (length(chunk) + 15) / 16; }

@@ -188,6 +188,9 @@ device_struct! {
         cell_count: u32,
         /// Bytes of a slot.
         slice: u32,
+        /// Bytes that a block moves at a time, at most a slot; a multiple of 16.
+        chunk: u32,
+        reserved: u32,
     }
 }
 

@@ -1,4 +1,4 @@
-//! Memory of the collectives: all-gather, reduce-scatter, all-reduce. One area in every rank's heap.
+//! Memory of the collectives: all-gather, reduce-scatter, all-reduce. A heap of the same layout on every rank.
 
 use super::{Cursor, MAX_RANKS, WorkspaceLayout};
 use crate::error::{Error, Result};
@@ -8,7 +8,7 @@ pub const COLLECTIVE_BLOCKS: usize = 64;
 /// Buffers of a block's stages. The kernels say why there are four.
 const BUFFERS: usize = 4;
 
-/// What the area is made for.
+/// What the heap is made for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CollectiveConfig {
     /// Ranks of the domain, 2 to [`MAX_RANKS`].
@@ -27,11 +27,13 @@ impl CollectiveConfig {
     }
 }
 
-/// Offsets of the area's parts in every rank's heap. All of them are zero when the buffer is made, and never cleared afterwards.
+/// Offsets in every rank's heap. Everything in it is zero when the buffer is made, and never cleared afterwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CollectiveLayout {
     /// What it is made for.
     pub config: CollectiveConfig,
+    /// Cells for giving up and for reports, at offset 0.
+    pub workspace: WorkspaceLayout,
     /// Peer, `u32[COLLECTIVE_BLOCKS][ranks]`, one cache line a block: the last step that a rank's block has finished.
     pub flags: usize,
     /// Own, `u32[COLLECTIVE_BLOCKS]`: steps of each block.
@@ -46,16 +48,16 @@ pub struct CollectiveLayout {
     pub cells: usize,
     /// Own and peer, `[COLLECTIVE_BLOCKS][4 buffers][slots][slice]` bytes.
     pub stages: usize,
-    /// End of the area.
-    pub end: usize,
+    /// Bytes of a rank's heap.
+    pub bytes: usize,
 }
 
 impl CollectiveLayout {
-    /// Lays the area out from an offset on.
+    /// Lays a heap out.
     ///
     /// # Errors
     /// [`Invalid`](Error::Invalid) for a number of ranks or a size that cannot be.
-    pub fn new(config: CollectiveConfig, start: usize) -> Result<Self> {
+    pub fn new(config: CollectiveConfig) -> Result<Self> {
         let CollectiveConfig { ranks, cell_bytes, slice } = config;
         if !(2..=MAX_RANKS).contains(&ranks) {
             return Err(Error::invalid("ranks of collectives", ranks, format!("must be 2 to {MAX_RANKS}")));
@@ -67,7 +69,9 @@ impl CollectiveLayout {
         if slice == 0 || !slice.is_multiple_of(128) || slice > 16 << 20 {
             return Err(Error::invalid("slice", slice, "must be a multiple of 128 up to 16 MiB"));
         }
-        let mut c = Cursor::at(start);
+        // Of everything that dispatch and combine need there is the least.
+        let workspace = WorkspaceLayout::new(ranks, 1, ranks, 1, 1);
+        let mut c = Cursor::at(workspace.bytes);
         let flags = c.take(COLLECTIVE_BLOCKS, WorkspaceLayout::LINE);
         let steps = c.take(COLLECTIVE_BLOCKS, 4);
         let epochs = c.take(COLLECTIVE_BLOCKS, 4);
@@ -75,7 +79,8 @@ impl CollectiveLayout {
         let count = c.take(1, 4);
         let cells = c.take(2 * ranks * (cell_bytes / 4), 8);
         let stages = c.take(COLLECTIVE_BLOCKS * BUFFERS * Self::slots(ranks), slice);
-        Ok(Self { config, flags, steps, epochs, words, count, cells, stages, end: c.bytes() })
+        let bytes = c.bytes();
+        Ok(Self { config, workspace, flags, steps, epochs, words, count, cells, stages, bytes })
     }
 
     /// Slots of a buffer: one for each rank, and two for a sum of two shots.
@@ -97,12 +102,12 @@ mod tests {
     #[test]
     fn parts_follow_each_other_and_are_aligned() {
         for ranks in [2, 3, 8] {
-            let l = CollectiveLayout::new(CollectiveConfig::new(ranks), 4096).unwrap();
-            let parts = [l.flags, l.steps, l.epochs, l.words, l.count, l.cells, l.stages, l.end];
-            assert!(parts.is_sorted() && parts[0] == 4096, "{parts:?}");
+            let l = CollectiveLayout::new(CollectiveConfig::new(ranks)).unwrap();
+            let parts = [l.flags, l.steps, l.epochs, l.words, l.count, l.cells, l.stages, l.bytes];
+            assert!(parts.is_sorted() && parts[0] == l.workspace.bytes, "{parts:?}");
             assert!(parts.iter().all(|part| part.is_multiple_of(super::super::REGION_ALIGNMENT)));
             assert_eq!(l.stages - l.cells, 2 * ranks * (256 << 10) * 2);
-            assert_eq!(l.end - l.stages, 64 * 4 * ranks * (128 << 10));
+            assert_eq!(l.bytes - l.stages, 64 * 4 * ranks * (128 << 10));
         }
     }
 
@@ -117,7 +122,7 @@ mod tests {
             CollectiveConfig { slice: 64, ..good },
             CollectiveConfig { slice: 1 << 30, ..good },
         ] {
-            assert!(CollectiveLayout::new(bad, 0).is_err(), "{bad:?}");
+            assert!(CollectiveLayout::new(bad).is_err(), "{bad:?}");
         }
     }
 }

@@ -3,6 +3,7 @@
 //! [`Engine`] knows one rank's device, its kernels and the heaps of all ranks. It works on addresses; who owns what lies there is
 //! settled above it. A call allocates nothing, waits for nothing, and can be captured in a CUDA graph.
 
+mod collective;
 mod combine;
 mod dispatch;
 mod grid;
@@ -24,6 +25,8 @@ use cuda_vmm::sys::{
 };
 
 #[allow(unused_imports)] // As the module.
+pub(crate) use collective::{CollectiveEngine, CollectiveLaunch};
+#[allow(unused_imports)]
 pub(crate) use combine::{CombineLaunch, CombinePlan};
 #[allow(unused_imports)]
 pub(crate) use dispatch::{DispatchLaunch, DispatchPlan};
@@ -35,7 +38,7 @@ use self::module::{Kernel, Kernels};
 use crate::error::{Error, Result};
 use crate::jit::params::{BarrierParams, Domain};
 use crate::jit::{Arch, BARRIER_THREADS, Cache, Program};
-use crate::layout::{HeapLayout, MAX_RANKS};
+use crate::layout::{HeapLayout, MAX_RANKS, WorkspaceLayout};
 
 /// Settings of an [`Engine`] that have good defaults.
 #[derive(Clone, Debug)]
@@ -91,31 +94,10 @@ impl Engine {
             let need = format!("there are {} ranks and {} heaps", layout.ranks, heap.len());
             return Err(Error::invalid("rank", rank, need));
         }
-        let device = context.device();
-        let attribute = |which| device.attribute(which).map(|v| usize::try_from(v).unwrap_or(0));
-        let multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-        let shared_bytes =
-            attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
-        let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32;
-        let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32;
-        if major < 9 {
-            let need = "kernels use bulk copies, which Hopper (9.0) and later have";
-            return Err(Error::invalid("compute capability", format!("{major}.{minor}"), need));
-        }
-        let blocks = match options.max_blocks {
-            0 => multiprocessors,
-            most => most.min(multiprocessors),
-        };
-        let kernels = Kernels::new(
-            context.clone(),
-            Arch::new(major, minor),
-            shared_bytes,
-            options.nvrtc,
-            options.cache,
-        );
+        let (arch, limits) = describe(&context, options.max_blocks)?;
+        let kernels = Kernels::new(context.clone(), arch, limits.shared_bytes, options.nvrtc, options.cache);
         let barrier = kernels.get(Program::Barrier { ranks: layout.ranks })?;
-        let domain = domain(&layout, rank, heap, status, options.timeout);
-        let limits = Limits { blocks, shared_bytes };
+        let domain = domain(&layout.workspace, rank, heap, status, options.timeout);
         Ok(Self { context, layout, domain, limits, cooperative: options.cooperative, kernels, barrier })
     }
 
@@ -136,10 +118,8 @@ impl Engine {
         unsafe { self.launch("barrier", &self.barrier, shape, &params, stream) }
     }
 
-    /// Enqueues a kernel whose blocks are all resident at once.
-    ///
     /// # Safety
-    /// `P` is the kernel's parameter struct and what it points to outlives the kernel; `stream` belongs to this context.
+    /// As [`launch`].
     unsafe fn launch<P>(
         &self,
         what: &'static str,
@@ -148,41 +128,77 @@ impl Engine {
         params: &P,
         stream: CUstream,
     ) -> Result<()> {
-        let _bound = self.context.bind()?;
-        let mut attribute = CUlaunchAttribute {
-            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
-            pad: Default::default(),
-            value: CUlaunchAttributeValue { cooperative: 1 },
-        };
-        let config = CUlaunchConfig {
-            gridDimX: shape.blocks as u32,
-            gridDimY: 1,
-            gridDimZ: 1,
-            blockDimX: shape.threads as u32,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: shape.shared_bytes as u32,
-            hStream: stream,
-            attrs: &mut attribute,
-            numAttrs: u32::from(self.cooperative),
-        };
-        let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
-        let driver = self.context.device().cuda().driver();
-        // SAFETY: config, attribute and arguments live through the call, which copies them; the kernel takes one parameter, of type P
-        // (jit::params declares both sides, and the kernel asserts its size).
-        unsafe {
-            driver.cuLaunchKernelEx(&config, kernel.function(), arguments.as_mut_ptr(), std::ptr::null_mut())
-        }
-        .map_err(|source| {
-            call_failed(
-                format!(
-                    "launching {what} with {} blocks and {} B of shared memory",
-                    shape.blocks, shape.shared_bytes
-                ),
-                source,
-            )
-        })
+        // SAFETY: the caller's promise.
+        unsafe { launch(&self.context, self.cooperative, what, kernel, shape, params, stream) }
     }
+}
+
+/// Enqueues a kernel whose blocks are all resident at once.
+///
+/// # Safety
+/// `P` is the kernel's parameter struct and what it points to outlives the kernel; `stream` belongs to this context.
+unsafe fn launch<P>(
+    context: &Context,
+    cooperative: bool,
+    what: &'static str,
+    kernel: &Kernel,
+    shape: LaunchShape,
+    params: &P,
+    stream: CUstream,
+) -> Result<()> {
+    let _bound = context.bind()?;
+    let mut attribute = CUlaunchAttribute {
+        id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
+        pad: Default::default(),
+        value: CUlaunchAttributeValue { cooperative: 1 },
+    };
+    let config = CUlaunchConfig {
+        gridDimX: shape.blocks as u32,
+        gridDimY: 1,
+        gridDimZ: 1,
+        blockDimX: shape.threads as u32,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: shape.shared_bytes as u32,
+        hStream: stream,
+        attrs: &mut attribute,
+        numAttrs: u32::from(cooperative),
+    };
+    let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
+    let driver = context.device().cuda().driver();
+    // SAFETY: config, attribute and arguments live through the call, which copies them; the kernel takes one parameter, of type P
+    // (jit::params declares both sides, and the kernel asserts its size).
+    unsafe {
+        driver.cuLaunchKernelEx(&config, kernel.function(), arguments.as_mut_ptr(), std::ptr::null_mut())
+    }
+    .map_err(|source| {
+        call_failed(
+            format!(
+                "launching {what} with {} blocks and {} B of shared memory",
+                shape.blocks, shape.shared_bytes
+            ),
+            source,
+        )
+    })
+}
+
+/// What a device is and offers, with at most `max_blocks` multiprocessors; 0 for all.
+fn describe(context: &Context, max_blocks: usize) -> Result<(Arch, Limits)> {
+    let device = context.device();
+    let attribute = |which| device.attribute(which).map(|v| usize::try_from(v).unwrap_or(0));
+    let multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+    let shared_bytes = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+    let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32;
+    let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32;
+    if major < 9 {
+        let need = "kernels use bulk copies, which Hopper (9.0) and later have";
+        return Err(Error::invalid("compute capability", format!("{major}.{minor}"), need));
+    }
+    let blocks = match max_blocks {
+        0 => multiprocessors,
+        most => most.min(multiprocessors),
+    };
+    Ok((Arch::new(major, minor), Limits { blocks, shared_bytes }))
 }
 
 /// Blocks, threads of a block, bytes of dynamic shared memory.
@@ -193,10 +209,9 @@ struct LaunchShape {
     shared_bytes: usize,
 }
 
-fn domain(layout: &HeapLayout, rank: usize, heap: &[u64], status: u64, timeout: Duration) -> Domain {
+fn domain(w: &WorkspaceLayout, rank: usize, heap: &[u64], status: u64, timeout: Duration) -> Domain {
     let mut bases = [0; MAX_RANKS];
     bases[..heap.len()].copy_from_slice(heap);
-    let w = &layout.workspace;
     Domain {
         heap: bases,
         status,

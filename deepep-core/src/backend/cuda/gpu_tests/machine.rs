@@ -45,6 +45,11 @@ impl Machine {
     pub(super) fn devices(&self) -> usize {
         self.contexts.len()
     }
+
+    /// The context of a rank's device.
+    pub(super) fn context(&self, rank: usize) -> &Context {
+        &self.contexts[rank % self.contexts.len()]
+    }
 }
 
 /// Device memory with its contents' length.
@@ -62,8 +67,12 @@ impl Buffer {
     }
 
     pub(super) fn write(&self, bytes: &[u8]) -> Outcome {
+        self.write_at(0, bytes)
+    }
+
+    pub(super) fn write_at(&self, offset: usize, bytes: &[u8]) -> Outcome {
         if !bytes.is_empty() {
-            self.memory.context().upload(&self.memory, 0, bytes)?;
+            self.memory.context().upload(&self.memory, offset, bytes)?;
         }
         Ok(())
     }

@@ -5,12 +5,14 @@
 
 mod cases;
 mod check;
+mod collective;
 mod faults;
 mod input;
 mod machine;
 mod oracle;
 mod times;
 
+use std::io::Write as _;
 use std::time::Instant;
 
 use self::check::{POISON, Slots};
@@ -27,7 +29,8 @@ fn machine() -> Option<Machine> {
     match Machine::find().unwrap_or_else(|e| panic!("{e}")) {
         Ok(machine) => Some(machine),
         Err(reason) => {
-            eprintln!("skipped: no CUDA device ({reason})");
+            // Past the test runner's capture of what passing tests print.
+            writeln!(std::io::stderr(), "skipped: no CUDA device ({reason})").ok();
             None
         }
     }

@@ -1,0 +1,234 @@
+//! Collectives: which kernel, with how many blocks, and its launch.
+
+use cuda_vmm::Context;
+use cuda_vmm::sys::CUstream;
+
+use super::grid::Limits;
+use super::module::Kernels;
+use super::{EngineOptions, LaunchShape, describe, domain, launch};
+use crate::error::{Error, Result};
+use crate::jit::params::{CollectiveParams, Domain, MultimemBarrierParams};
+use crate::jit::{BARRIER_THREADS, Collective, CollectiveKind, Element, Program, THREADS, Way};
+use crate::layout::{COLLECTIVE_BLOCKS, CollectiveLayout, align_up};
+
+/// Bytes to each other rank up to which cells are the fastest way: a cell is twice as long as what it carries.
+const CELL_LIMIT: usize = 128 << 10;
+/// Bytes up to which more than two ranks read everything from everybody, rather than sum parts.
+const ONE_SHOT_LIMIT: usize = 512 << 10;
+/// Chunks that a block has at least to move, so that the steps of one overlap with the copies of another.
+const CHUNKS: usize = 4;
+/// Shortest chunk: one vector a thread.
+const MIN_CHUNK: usize = THREADS * 16;
+
+/// One rank's device, and what its collectives need to know.
+pub(crate) struct CollectiveEngine {
+    context: Context,
+    layout: CollectiveLayout,
+    domain: Domain,
+    multicast: u64,
+    limits: Limits,
+    cooperative: bool,
+    kernels: Kernels,
+}
+
+/// A collective on this rank's tensors.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CollectiveLaunch {
+    pub(crate) kind: CollectiveKind,
+    /// What is added; all-gather moves bytes.
+    pub(crate) element: Element,
+    /// Addresses of the tensors, multiples of the element's size.
+    pub(crate) input: u64,
+    pub(crate) output: u64,
+    /// All-gather: bytes that a rank gives. Reduce-scatter: bytes that a rank gets. All-reduce: bytes of either.
+    pub(crate) bytes: usize,
+    /// Instead of what suits the size best.
+    pub(crate) way: Option<Way>,
+}
+
+impl CollectiveEngine {
+    /// An engine for `rank`, whose device owns `context`. `heap[r]` is the address of rank r's heap as this device sees it, `status` that of this
+    /// rank's status block, and `multicast` the address behind which all heaps lie, if there is one.
+    ///
+    /// # Safety
+    /// Every heap has the layout `layout`, is mapped for reading and writing on this device as long as the engine and work that it enqueued
+    /// exist, and was zeroed before any rank's first operation; so is the multicast address. The status block is zeroed, and this
+    /// device can write it.
+    pub(crate) unsafe fn new(
+        context: Context,
+        layout: CollectiveLayout,
+        rank: usize,
+        heap: &[u64],
+        multicast: Option<u64>,
+        status: u64,
+        options: EngineOptions,
+    ) -> Result<Self> {
+        if heap.len() != layout.config.ranks || rank >= heap.len() {
+            let need = format!("there are {} ranks and {} heaps", layout.config.ranks, heap.len());
+            return Err(Error::invalid("rank", rank, need));
+        }
+        let (arch, limits) = describe(&context, options.max_blocks)?;
+        let kernels = Kernels::new(context.clone(), arch, 0, options.nvrtc, options.cache);
+        let domain = domain(&layout.workspace, rank, heap, status, options.timeout);
+        let (multicast, cooperative) = (multicast.unwrap_or(0), options.cooperative);
+        Ok(Self { context, layout, domain, multicast, limits, cooperative, kernels })
+    }
+
+    /// Compiles and loads everything that calls on elements of a type can need, so that no later call does.
+    pub(crate) fn prewarm(&self, element: Element) -> Result<()> {
+        use CollectiveKind as Kind;
+        for kind in [Kind::AllGather, Kind::ReduceScatter, Kind::AllReduce] {
+            for way in [Way::Cells, Way::OneShot, Way::TwoShot] {
+                if way != Way::TwoShot || kind == Kind::AllReduce {
+                    self.kernels.get(Program::Collective(self.program(kind, element, way)))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The kernel for a way. What is the same for all elements, or with and without multicast, is compiled once.
+    fn program(&self, kind: CollectiveKind, element: Element, way: Way) -> Collective {
+        let element = if kind == CollectiveKind::AllGather { Element::F32 } else { element };
+        let sends_to_all = kind != CollectiveKind::ReduceScatter || way != Way::Cells;
+        let multicast = self.multicast != 0 && sends_to_all;
+        Collective { kind, ranks: self.layout.config.ranks, way, element, multicast }
+    }
+
+    /// Enqueues a collective. All ranks make the same calls in the same order.
+    ///
+    /// # Safety
+    /// `stream` is a stream of this engine's context, on which its operations are ordered. The tensors have the sizes that the call says, on this
+    /// rank and on all others, and outlive the kernel.
+    pub(crate) unsafe fn run(&self, call: &CollectiveLaunch, stream: CUstream) -> Result<()> {
+        if call.bytes == 0 {
+            return Ok(());
+        }
+        let ranks = self.layout.config.ranks;
+        let way = call.way.unwrap_or_else(|| choose(call.kind, ranks, call.bytes));
+        if way == Way::Cells && call.bytes > self.layout.config.cell_bytes {
+            let need = format!("at most {} travel in cells", self.layout.config.cell_bytes);
+            return Err(Error::invalid("bytes of a collective", call.bytes, need));
+        }
+        let kernel = self.kernels.get(Program::Collective(self.program(call.kind, call.element, way)))?;
+        let Geometry { blocks, chunk } =
+            Geometry::new(way, call.bytes, self.limits.blocks, self.layout.config.slice);
+        let l = &self.layout;
+        let params = CollectiveParams {
+            domain: self.domain,
+            input: call.input,
+            output: call.output,
+            bytes: call.bytes as u64,
+            multicast: self.multicast,
+            flags: l.flags as u64,
+            steps: l.steps as u64,
+            epochs: l.epochs as u64,
+            cells: l.cells as u64,
+            stages: l.stages as u64,
+            cell_count: l.cell_count() as u32,
+            slice: l.config.slice as u32,
+            chunk: chunk as u32,
+            reserved: 0,
+        };
+        let shape = LaunchShape { blocks, threads: THREADS, shared_bytes: 0 };
+        // SAFETY: the parameters are those of the collectives' kernels; the caller vouches for stream and tensors, and whoever made the
+        // engine for the memory.
+        unsafe { launch(&self.context, self.cooperative, "a collective", &kernel, shape, &params, stream) }
+    }
+
+    /// Enqueues a barrier over multicast.
+    ///
+    /// # Safety
+    /// As [`run`](Self::run).
+    pub(crate) unsafe fn multimem_barrier(&self, stream: CUstream) -> Result<()> {
+        if self.multicast == 0 {
+            return Err(Error::invalid("barrier", "multimem", "there is no multicast address"));
+        }
+        let kernel = self.kernels.get(Program::MultimemBarrier { ranks: self.layout.config.ranks })?;
+        let params = MultimemBarrierParams {
+            domain: self.domain,
+            multicast: self.multicast,
+            words: self.layout.words as u64,
+            count: self.layout.count as u64,
+        };
+        let shape = LaunchShape { blocks: 1, threads: BARRIER_THREADS, shared_bytes: 0 };
+        // SAFETY: as in `run`.
+        unsafe { launch(&self.context, self.cooperative, "a barrier", &kernel, shape, &params, stream) }
+    }
+}
+
+/// The way that suits a size.
+fn choose(kind: CollectiveKind, ranks: usize, bytes: usize) -> Way {
+    // Without multicast, which changes little at these sizes, a rank stores its values once for every other.
+    let copies = if kind == CollectiveKind::ReduceScatter { 1 } else { ranks - 1 };
+    if bytes <= CELL_LIMIT / copies {
+        Way::Cells
+    } else if kind == CollectiveKind::AllReduce && ranks > 2 && bytes > ONE_SHOT_LIMIT {
+        Way::TwoShot
+    } else {
+        Way::OneShot
+    }
+}
+
+/// Blocks, and bytes that each moves at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Geometry {
+    blocks: usize,
+    chunk: usize,
+}
+
+impl Geometry {
+    fn new(way: Way, bytes: usize, available: usize, slice: usize) -> Self {
+        let most = available.clamp(1, COLLECTIVE_BLOCKS);
+        if way == Way::Cells {
+            // A thread has eight bytes at a time.
+            return Self { blocks: bytes.div_ceil(8 * THREADS).clamp(1, most), chunk: 16 };
+        }
+        let chunk = align_up(bytes.div_ceil(most * CHUNKS), 4096).clamp(MIN_CHUNK.min(slice), slice);
+        Self { blocks: bytes.div_ceil(chunk).clamp(1, most), chunk }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_size_chooses_the_way() {
+        use CollectiveKind::{AllGather, AllReduce, ReduceScatter};
+        for (kind, ranks, bytes, way) in [
+            (AllReduce, 2, 8, Way::Cells),
+            (AllReduce, 2, 128 << 10, Way::Cells),
+            (AllReduce, 2, 1 << 20, Way::OneShot),
+            (AllReduce, 2, 1 << 30, Way::OneShot),
+            (AllReduce, 8, 32 << 10, Way::OneShot),
+            (AllReduce, 8, 1 << 20, Way::TwoShot),
+            (AllGather, 8, 16 << 10, Way::Cells),
+            (AllGather, 8, 1 << 30, Way::OneShot),
+            (ReduceScatter, 8, 128 << 10, Way::Cells),
+            (ReduceScatter, 8, 1 << 30, Way::OneShot),
+        ] {
+            assert_eq!(choose(kind, ranks, bytes), way, "{kind:?} {ranks} {bytes}");
+        }
+    }
+
+    #[test]
+    fn chunks_fit_and_every_block_has_work() {
+        for slice in [128, 128 << 10] {
+            for bytes in [1, 4096, 100_000, 1 << 20, (1 << 30) + 1] {
+                for available in [1, 16, 132] {
+                    let Geometry { blocks, chunk } = Geometry::new(Way::OneShot, bytes, available, slice);
+                    assert!(chunk <= slice && chunk % 16 == 0 && chunk > 0, "{chunk}");
+                    assert!((1..=COLLECTIVE_BLOCKS.min(available)).contains(&blocks));
+                    assert!(bytes > (blocks - 1) * chunk, "{bytes} {blocks} {chunk}");
+                }
+            }
+        }
+        assert_eq!(
+            Geometry::new(Way::OneShot, 1 << 30, 132, 128 << 10),
+            Geometry { blocks: 64, chunk: 128 << 10 }
+        );
+        assert_eq!(Geometry::new(Way::Cells, 8, 132, 128 << 10).blocks, 1);
+        assert_eq!(Geometry::new(Way::Cells, 1 << 20, 132, 128 << 10).blocks, 64);
+    }
+}

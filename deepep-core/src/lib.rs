@@ -7,6 +7,7 @@
 mod backend;
 pub mod bootstrap;
 mod buffer;
+mod collectives;
 mod config;
 pub mod domain;
 pub mod error;
@@ -21,6 +22,7 @@ pub mod tensor;
 pub use backend::Counts;
 pub use bootstrap::Bootstrap;
 pub use buffer::{Builder, ElasticBuffer};
+pub use collectives::{Collectives, CollectivesBuilder};
 pub use config::{BackendKind, Config, Reduction};
 pub use error::{Error, Result};
 pub use handle::{Dispatched, Handle};

@@ -3,6 +3,7 @@
 //! Operations are validated and planned in `ops`; a backend gets calls in which every size and offset is settled, and carries out the
 //! protocol of `docs/protocol.md`.
 
+pub(crate) mod collective;
 #[allow(dead_code)] // Nothing chooses it yet but its tests.
 pub(crate) mod cuda;
 pub(crate) mod host;

@@ -37,21 +37,21 @@ pub(crate) fn require_order(backend: &dyn Backend, order: &Order<'_>) -> Result<
 
 /// FNV-1a over 64-bit words, folded to 32 bits.
 #[derive(Clone, Copy)]
-struct Digest(u64);
+pub(crate) struct Digest(u64);
 
 impl Digest {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self(0xcbf2_9ce4_8422_2325)
     }
 
-    fn add(mut self, value: usize) -> Self {
+    pub(crate) fn add(mut self, value: usize) -> Self {
         for byte in (value as u64).to_le_bytes() {
             self.0 = (self.0 ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
         }
         self
     }
 
-    fn finish(self) -> u32 {
+    pub(crate) fn finish(self) -> u32 {
         (self.0 ^ (self.0 >> 32)) as u32
     }
 }

@@ -1,6 +1,7 @@
 //! Operations on CPUs: ranks are processes or threads, the heap is memory that all of them map, and the protocol is that of
 //! `docs/protocol.md` with one sending block for each rank. An operation has run when its call returns.
 
+mod collective;
 mod combine;
 mod dispatch;
 mod exchange;
@@ -11,6 +12,7 @@ mod wait;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+pub(crate) use self::collective::HostCollectives;
 use self::memory::Area;
 use self::wait::Waits;
 use super::{Backend, CombineCall, Copy2d, DispatchCall, DispatchOutcome, Order, Problem};

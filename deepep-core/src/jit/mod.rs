@@ -20,6 +20,8 @@ mod error;
 #[cfg(test)]
 mod multimem_tests;
 mod nvrtc;
+#[cfg(test)]
+mod on_cpu_tests;
 pub(crate) mod params;
 mod resources;
 mod search;

@@ -9,3 +9,4 @@ pub mod nccl_headers;
 pub mod nvrtc;
 pub mod process;
 pub mod ranks;
+pub mod team;

@@ -1,0 +1,320 @@
+//! The agent: one thread of a connection, which carries out what the other ranks command, with this rank's copy engines.
+//!
+//! It is the only thread that makes CUDA calls on the data path, in streams of its own that never wait for anything: kernels that spin
+//! for a signal are not in its way, and it is not in theirs.
+
+mod adds;
+mod queue;
+mod watch;
+
+use crate::comm::Comm;
+use crate::cuda::{Copies, Stream, Words};
+use crate::error::{Error, Result};
+use crate::idle::Idle;
+use crate::log::warning;
+use crate::region::Region;
+use crate::ring::{Command, Kind, STREAMS};
+use crate::send::Pump;
+use adds::Adder;
+use queue::Queue;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+use watch::Watch;
+
+/// Commands that are taken from one rank before the next one's turn.
+const TURN: usize = 32;
+/// How long streams may take to come to rest when the connection is closed.
+const REST: Duration = Duration::from_secs(10);
+/// How long the agent sleeps at most: what it does not hear of by its bell it sees then.
+const NAP: Duration = Duration::from_millis(20);
+
+pub(crate) struct Agent {
+    comm: Arc<Comm>,
+    /// One for each stream.
+    queues: Vec<Queue>,
+    /// Sequence number of the next command of each rank.
+    next: Vec<u64>,
+    adder: Adder,
+    watch: Watch,
+    /// Copies into the staging memories.
+    staging: Stream,
+    copies: Copies,
+    words: Words,
+}
+
+impl Agent {
+    /// The context must be current.
+    pub(crate) fn new(comm: Arc<Comm>) -> Result<Self> {
+        let queues = (0..STREAMS)
+            .map(|index| Ok(Queue::new(Stream::new(&comm.cuda)?, index)))
+            .collect::<Result<_>>()?;
+        Ok(Self {
+            queues,
+            next: vec![0; comm.ranks()],
+            adder: Adder::new(&comm.cuda, comm.settings.timeout)?,
+            watch: Watch::new(comm.ranks()),
+            staging: Stream::new(&comm.cuda)?,
+            copies: Copies::default(),
+            words: Words::default(),
+            comm,
+        })
+    }
+
+    /// The thread.
+    pub(crate) fn run(mut self) {
+        let comm = Arc::clone(&self.comm);
+        let work = catch_unwind(AssertUnwindSafe(|| comm.cuda.adopt_thread().and_then(|()| self.work())));
+        match work {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => comm.failure.set(error),
+            Err(_) => comm.failure.set(Error::Internal("the agent panicked".into())),
+        }
+        if comm.failure.has_failed() {
+            // Whoever waits for this rank is told. NCCL destroys the connection some time.
+            for channel in &comm.inbound {
+                channel.failed().store(1, Ordering::Release);
+            }
+            for outbound in &comm.outbound {
+                outbound.channel.bell().ring();
+            }
+            while !self.stopped() {
+                comm.bell.wait(&[], NAP);
+            }
+        }
+        let rested = self.queues.iter().all(|queue| queue.stream.drain(REST)) && self.staging.drain(REST);
+        if !rested {
+            warning!("rank {}: a stream did not come to rest within {REST:?}", comm.rank);
+        }
+        self.adder.forget();
+    }
+
+    fn stopped(&self) -> bool {
+        self.comm.stop.load(Ordering::Acquire)
+    }
+
+    fn work(&mut self) -> Result<()> {
+        let comm = Arc::clone(&self.comm);
+        let mut idle = Idle::new(comm.settings.spin);
+        let mut turns = 0u32;
+        while !self.stopped() {
+            let mut worked = self.take_all()?;
+            let mut held = false;
+            for queue in &mut self.queues {
+                if queue.is_empty() {
+                    continue;
+                }
+                if queue.may_flush(&comm.inbound) {
+                    queue.flush(&comm, &mut self.adder)?;
+                    worked = true;
+                } else {
+                    held = true;
+                }
+            }
+            for outbound in comm.outbound.iter().filter(|outbound| outbound.has_waiting()) {
+                let pump = Pump { stream: &self.staging, copies: &mut self.copies, words: &mut self.words };
+                worked |= outbound.pump(Some(pump))? > 0;
+                held = true;
+            }
+            turns = turns.wrapping_add(1);
+            if turns.is_multiple_of(256) {
+                self.look_around()?;
+            }
+            if worked {
+                idle.reset();
+            } else if idle.turn() && !held {
+                self.sleep()?;
+            }
+        }
+        // What was commanded before the end is still carried out.
+        self.take_all()?;
+        for queue in &mut self.queues {
+            queue.flush(&comm, &mut self.adder)?;
+        }
+        Ok(())
+    }
+
+    /// Who has left, and whether the streams are well.
+    fn look_around(&mut self) -> Result<()> {
+        if self.watch.is_due() {
+            self.watch.look(&self.comm)?;
+            self.comm.failure.check()?;
+            for queue in &self.queues {
+                queue.stream.is_idle()?;
+            }
+            self.staging.is_idle()?;
+        }
+        Ok(())
+    }
+
+    fn sleep(&mut self) -> Result<()> {
+        let comm = Arc::clone(&self.comm);
+        for channel in &comm.inbound {
+            channel.parked().store(1, Ordering::SeqCst);
+        }
+        let quiet = !self.has_commands() && !comm.outbound.iter().any(|outbound| outbound.has_waiting());
+        if quiet && !self.stopped() {
+            comm.bell.wait(&self.watch.sockets(&comm), NAP);
+        }
+        for channel in &comm.inbound {
+            channel.parked().store(0, Ordering::SeqCst);
+        }
+        comm.bell.hush();
+        self.look_around()
+    }
+
+    fn has_commands(&self) -> bool {
+        self.comm.inbound.iter().zip(&self.next).any(|(channel, &next)| channel.is_posted(next))
+    }
+
+    /// Takes commands of all ranks. Returns whether there were any.
+    fn take_all(&mut self) -> Result<bool> {
+        let mut worked = false;
+        for rank in 0..self.next.len() {
+            for _ in 0..TURN {
+                if !self.take(rank)? {
+                    break;
+                }
+                worked = true;
+            }
+        }
+        Ok(worked)
+    }
+
+    /// Takes the next command of a rank, if it is there.
+    fn take(&mut self, rank: usize) -> Result<bool> {
+        let sequence = self.next[rank];
+        let channel = &self.comm.inbound[rank];
+        if !channel.is_posted(sequence) {
+            return Ok(false);
+        }
+        let command = Command::decode(&channel.words(sequence))
+            .map_err(|error| Error::Protocol { rank, reason: error.to_string() })?;
+        if command.kind == Kind::Staged && channel.ready(sequence).load(Ordering::Acquire) != sequence + 1 {
+            return Ok(false);
+        }
+        self.next[rank] += 1;
+        self.execute(rank, sequence, &command)?;
+        Ok(true)
+    }
+
+    fn execute(&mut self, rank: usize, sequence: u64, command: &Command) -> Result<()> {
+        let comm = Arc::clone(&self.comm);
+        let channel = &comm.inbound[rank];
+        let stream = usize::from(command.stream);
+        let lost = |what: &str| Error::Protocol {
+            rank,
+            reason: format!("{what} out of bounds, or not registered here: {}", command.describe()),
+        };
+        let region = |id| comm.regions.get(id);
+        match command.kind {
+            Kind::Signal => {}
+            Kind::Fetch => {
+                let source = region(command.from.0).filter(|r| r.at(command.from.1, command.size).is_some());
+                comm.reply(rank, command, source.ok_or_else(|| lost("a get"))?)?;
+            }
+            _ => {
+                let target = region(command.to.0).ok_or_else(|| lost("a put"))?;
+                let to = target.at(command.to.1, command.size).ok_or_else(|| lost("a put"))?;
+                let from = match command.kind {
+                    Kind::Inline => channel.inline_device(sequence),
+                    Kind::Staged => {
+                        let staging = channel.staging().ok_or_else(|| lost("staged payload"))?;
+                        staging.device(command.from.1 as usize)
+                    }
+                    // Only this rank itself commands it to fetch from a third one's memory; a pull is from the sender's own.
+                    kind => {
+                        let own_get = kind == Kind::Get && rank == comm.rank;
+                        let owner = if own_get { usize::from(command.source_rank) } else { rank };
+                        self.source(&region(command.from.0), owner, command)
+                            .ok_or_else(|| lost("a source"))?
+                    }
+                };
+                let overlaps = self.queues[stream].overlaps(to, command.size);
+                let pageable = !target.device;
+                let queue = &mut self.queues[stream];
+                if overlaps || pageable {
+                    queue.flush(&comm, &mut self.adder)?;
+                }
+                if pageable {
+                    self.adder.reach(&comm, &queue.stream)?;
+                }
+                if pageable && command.kind == Kind::Inline {
+                    let bytes = channel.inline(sequence);
+                    // SAFETY: inside a registration of memory that this process can write; `size` is at most the array's (it was decoded).
+                    unsafe {
+                        std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, command.size as usize);
+                    }
+                } else if command.kind == Kind::Inline {
+                    queue.value(to, from, command.size, channel.inline(sequence));
+                } else {
+                    queue.copy(to, from, command.size);
+                }
+            }
+        }
+        if command.has_signal() {
+            let target = region(command.signal.0).ok_or_else(|| lost("a signal"))?;
+            let word = target.at(command.signal.1, 8).filter(|word| word.is_multiple_of(8));
+            let word = word.ok_or_else(|| lost("a signal"))?;
+            match &target.shadow {
+                Some(shadow) => {
+                    let shadow =
+                        shadow.get((command.signal.1 / 8) as usize).ok_or_else(|| lost("a signal"))?;
+                    if let Some(other) = shadow.other_stream(stream) {
+                        // NCCL gives each context signals of its own. If two share one all the same, the older value must not come last.
+                        let queue = &mut self.queues[other];
+                        queue.flush(&comm, &mut self.adder)?;
+                        self.adder.reach(&comm, &queue.stream)?;
+                    }
+                    self.queues[stream].signal(word, shadow.add(command.add, stream));
+                }
+                None => self.queues[stream].add(word, command.add, target.cpu),
+            }
+        }
+        if command.answers {
+            comm.answer(rank, command.ticket, sequence + 1)?;
+        }
+        let queue = &mut self.queues[stream];
+        queue.done(rank, channel.done_device(stream), sequence + 1);
+        if queue.is_full() {
+            queue.flush(&comm, &mut self.adder)?;
+        }
+        Ok(())
+    }
+
+    /// Address here of the source of a copy.
+    fn source(&self, region: &Option<Arc<Region>>, owner: usize, command: &Command) -> Option<u64> {
+        let region = region.as_ref()?;
+        if owner == self.comm.rank {
+            region.at(command.from.1, command.size)
+        } else {
+            region.at_peer(owner, command.from.1, command.size)
+        }
+    }
+}
+
+/// Waits for a word that the GPU writes, for as long as the connection lasts and the deadline allows.
+fn wait_for(
+    stream: &Stream,
+    comm: &Comm,
+    word: &std::sync::atomic::AtomicU64,
+    value: u64,
+    timeout: Duration,
+) -> Result<()> {
+    let mut idle = Idle::new(Duration::from_millis(20));
+    let start = Instant::now();
+    // Acquire: what the GPU wrote before it is visible.
+    while word.load(Ordering::Acquire) < value {
+        if idle.turn() {
+            idle.reset();
+            stream.is_idle()?;
+            if start.elapsed() > timeout {
+                let attempt = "waiting for the GPU to read a signal".to_owned();
+                return Err(Error::Deadline { attempt, waited: timeout });
+            }
+            comm.failure.check()?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,140 @@
+//! What is to be done in one stream, until it is handed to the driver.
+//!
+//! A batch becomes: all copies, then values, then signals, then the words that report what is done. Signals and reports are absolute values, so that
+//! several on one word need one write. While two batches are under way the next one collects: one command alone costs the GPU
+//! about twice as much as one of a batch, and with fewer under way nothing would be gained by waiting.
+
+use super::adds::Adder;
+use crate::comm::Comm;
+use crate::cuda::{Copies, Stream, Words};
+use crate::error::Result;
+use crate::ring::{Channel, INLINE};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Copies and words after which a batch is handed over.
+const FULL: usize = 64;
+/// Payload after which it is: signals must not wait for much more.
+const FULL_BYTES: u64 = 16 << 20;
+
+/// A report that will be there when its batch is done: rank, and sequence number.
+type Marker = Option<(usize, u64)>;
+
+pub(crate) struct Queue {
+    pub(crate) stream: Stream,
+    index_of_marker: usize,
+    copies: Copies,
+    values: Words,
+    signals: Words,
+    dones: Words,
+    adds: Vec<Add>,
+    /// Ranges that the batch writes: a later write of the same bytes must not overtake.
+    written: Vec<(u64, u64)>,
+    marker: Marker,
+    running: [Marker; 2],
+}
+
+/// A word that must be read before it can be added to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Add {
+    pub(crate) word: u64,
+    pub(crate) add: u64,
+    /// Whether the CPU can do it.
+    pub(crate) cpu: bool,
+}
+
+impl Queue {
+    pub(crate) fn new(stream: Stream, index: usize) -> Self {
+        Self {
+            stream,
+            index_of_marker: index,
+            copies: Copies::default(),
+            values: Words::default(),
+            signals: Words::default(),
+            dones: Words::default(),
+            adds: Vec::new(),
+            written: Vec::new(),
+            marker: None,
+            running: [None; 2],
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        // Every command ends with its report.
+        self.dones.is_empty()
+    }
+
+    pub(crate) fn is_full(&self) -> bool {
+        self.copies.len() + self.values.len() + self.signals.len() + self.adds.len() >= FULL
+            || self.copies.bytes() >= FULL_BYTES
+    }
+
+    /// Whether fewer than two batches are under way.
+    pub(crate) fn may_flush(&self, inbound: &[Arc<Channel>]) -> bool {
+        self.running[0].is_none_or(|(rank, sequence)| {
+            inbound[rank].done(self.index_of_marker).load(Ordering::Acquire) >= sequence
+        })
+    }
+
+    /// Whether the batch writes any of these bytes already.
+    pub(crate) fn overlaps(&self, to: u64, size: u64) -> bool {
+        self.written.iter().any(|&(start, end)| to < end && start < to + size)
+    }
+
+    pub(crate) fn copy(&mut self, to: u64, from: u64, size: u64) {
+        self.written.push((to, to + size));
+        self.copies.push(to, from, size);
+    }
+
+    /// A small value that the slot holds, at `from` for the device.
+    pub(crate) fn value(&mut self, to: u64, from: u64, size: u64, bytes: [u8; INLINE as usize]) {
+        self.written.push((to, to + size));
+        let [low, ..]: [u64; INLINE as usize / 8] = bytemuck::cast(bytes);
+        match size {
+            8 if to.is_multiple_of(8) => self.values.push64(to, low),
+            4 if to.is_multiple_of(4) => self.values.push32(to, low as u32),
+            _ => self.copies.push(to, from, size),
+        }
+    }
+
+    /// A signal whose new value is known.
+    pub(crate) fn signal(&mut self, word: u64, value: u64) {
+        self.signals.set64(word, value);
+    }
+
+    /// A signal that someone else may write as well.
+    pub(crate) fn add(&mut self, word: u64, add: u64, cpu: bool) {
+        // A put into the word after this must come after it.
+        self.written.push((word, word + 8));
+        match self.adds.iter_mut().find(|one| one.word == word) {
+            Some(one) => one.add = one.add.wrapping_add(add),
+            None => self.adds.push(Add { word, add, cpu }),
+        }
+    }
+
+    /// The report of a command.
+    pub(crate) fn done(&mut self, rank: usize, word: u64, below: u64) {
+        self.dones.set64(word, below);
+        self.marker = Some((rank, below));
+    }
+
+    /// Hands the batch to the driver.
+    pub(crate) fn flush(&mut self, comm: &Comm, adder: &mut Adder) -> Result<()> {
+        if self.is_empty() {
+            return Ok(());
+        }
+        self.stream.copy(&mut self.copies)?;
+        if !self.adds.is_empty() {
+            self.stream.write(&mut self.values)?;
+            adder.apply(comm, &self.stream, &mut self.adds)?;
+        }
+        let mut words = std::mem::take(&mut self.values);
+        words.append(&mut self.signals);
+        words.append(&mut self.dones);
+        self.stream.write(&mut words)?;
+        self.values = words;
+        self.running = [self.running[1], self.marker.take()];
+        self.written.clear();
+        Ok(())
+    }
+}

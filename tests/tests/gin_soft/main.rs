@@ -1,0 +1,13 @@
+//! nccl-gin-soft without NCCL and without a GPU: its tables are driven as NCCL drives them, on memory of the software driver, between real processes.
+
+mod board;
+mod delays;
+mod failures;
+mod harness;
+mod loss;
+mod memory;
+mod namespaces;
+mod order;
+mod suite;
+mod teardown;
+mod wire;

@@ -55,6 +55,7 @@ mod communicator;
 mod config;
 mod dev_comm;
 mod device;
+pub mod device_code;
 mod environment;
 mod error;
 mod group;

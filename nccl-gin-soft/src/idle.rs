@@ -9,8 +9,9 @@ pub(crate) struct Idle {
     since: Option<Instant>,
 }
 
-/// Turns after which a thread gives way to others.
+/// Turns after which a thread gives way to others, and how often it does from then on: a turn is much shorter than giving way.
 const PATIENT_TURNS: u32 = 256;
+const YIELD_EVERY: u32 = 8;
 
 impl Idle {
     /// Sleeping starts after `spin` without work.
@@ -35,7 +36,9 @@ impl Idle {
         if since.elapsed() >= self.spin {
             return true;
         }
-        std::thread::yield_now();
+        if self.turns.is_multiple_of(YIELD_EVERY) {
+            std::thread::yield_now();
+        }
         false
     }
 }

@@ -19,7 +19,7 @@ use adds::Adder;
 use queue::Queue;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 use watch::Watch;
 
@@ -153,6 +153,8 @@ impl Agent {
         for channel in &comm.inbound {
             channel.parked().store(1, Ordering::SeqCst);
         }
+        // Before the last look, as senders post before they look whether anybody sleeps.
+        fence(Ordering::SeqCst);
         let quiet = !self.has_commands() && !comm.outbound.iter().any(|outbound| outbound.has_waiting());
         if quiet && !self.stopped() {
             comm.bell.wait(&self.watch.sockets(&comm), NAP);

@@ -8,7 +8,7 @@ use crate::ring::{Channel, Command, Kind, SLOTS, STREAMS};
 use std::io::{BufReader, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
 /// Frames are collected up to this many bytes before they are written.
@@ -123,6 +123,7 @@ impl Bridge {
                 std::thread::yield_now();
             } else if idle.turn() {
                 self.outbound.parked().store(1, Ordering::SeqCst);
+                fence(Ordering::SeqCst);
                 if !out.has_work() {
                     self.outbound.bell().wait(&[], Duration::from_millis(100));
                 }

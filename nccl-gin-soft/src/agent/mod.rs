@@ -233,10 +233,12 @@ impl Agent {
                             .ok_or_else(|| lost("a source"))?
                     }
                 };
-                let overlaps = self.queues[stream].overlaps(to, command.size);
                 let pageable = !target.device;
+                if pageable && !target.cpu {
+                    return Err(lost("memory that cannot be written"));
+                }
                 let queue = &mut self.queues[stream];
-                if overlaps || pageable {
+                if pageable || queue.adds_to(to, command.size) {
                     queue.flush(&comm, &mut self.adder)?;
                 }
                 if pageable {
@@ -249,9 +251,9 @@ impl Agent {
                         std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, command.size as usize);
                     }
                 } else if command.kind == Kind::Inline {
-                    queue.value(to, from, command.size, channel.inline(sequence));
+                    queue.value(to, from, command.size, channel.inline(sequence))?;
                 } else {
-                    queue.copy(to, from, command.size);
+                    queue.copy(to, from, command.size)?;
                 }
             }
         }

@@ -9,6 +9,7 @@ use crate::comm::Comm;
 use crate::cuda::{Copies, Stream, Words};
 use crate::error::Result;
 use crate::ring::{Channel, INLINE};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -28,8 +29,12 @@ pub(crate) struct Queue {
     signals: Words,
     dones: Words,
     adds: Vec<Add>,
-    /// Ranges that the batch writes: a later write of the same bytes must not overtake.
-    written: Vec<(u64, u64)>,
+    /// Ranges that the collected copies write, and those of the values: a later copy to the same bytes must not overtake.
+    copied: Vec<Range<u64>>,
+    valued: Vec<Range<u64>>,
+    /// Commands that were collected; some copies may be with the driver already.
+    commands: usize,
+    bytes: u64,
     marker: Marker,
     running: [Marker; 2],
 }
@@ -43,6 +48,10 @@ pub(crate) struct Add {
     pub(crate) cpu: bool,
 }
 
+fn overlap(one: &Range<u64>, other: &Range<u64>) -> bool {
+    one.start < other.end && other.start < one.end
+}
+
 impl Queue {
     pub(crate) fn new(stream: Stream, index: usize) -> Self {
         Self {
@@ -53,7 +62,10 @@ impl Queue {
             signals: Words::default(),
             dones: Words::default(),
             adds: Vec::new(),
-            written: Vec::new(),
+            copied: Vec::new(),
+            valued: Vec::new(),
+            commands: 0,
+            bytes: 0,
             marker: None,
             running: [None; 2],
         }
@@ -66,7 +78,8 @@ impl Queue {
 
     pub(crate) fn is_full(&self) -> bool {
         self.copies.len() + self.values.len() + self.signals.len() + self.adds.len() >= FULL
-            || self.copies.bytes() >= FULL_BYTES
+            || self.commands >= 2 * FULL
+            || self.bytes >= FULL_BYTES
     }
 
     /// Whether fewer than two batches are under way.
@@ -76,25 +89,45 @@ impl Queue {
         })
     }
 
-    /// Whether the batch writes any of these bytes already.
-    pub(crate) fn overlaps(&self, to: u64, size: u64) -> bool {
-        self.written.iter().any(|&(start, end)| to < end && start < to + size)
+    /// Whether one of the words that are to be added to is among these bytes: the batch must be handed over before they are written.
+    pub(crate) fn adds_to(&self, to: u64, size: u64) -> bool {
+        self.adds.iter().any(|one| overlap(&(one.word..one.word + 8), &(to..to + size)))
     }
 
-    pub(crate) fn copy(&mut self, to: u64, from: u64, size: u64) {
-        self.written.push((to, to + size));
+    /// Copies that were collected have no order. One to the same bytes goes behind them.
+    pub(crate) fn copy(&mut self, to: u64, from: u64, size: u64) -> Result<()> {
+        let target = to..to + size;
+        let over_value = self.valued.iter().any(|one| overlap(one, &target));
+        if over_value || self.copied.iter().any(|one| overlap(one, &target)) {
+            self.stream.copy(&mut self.copies)?;
+            self.copied.clear();
+        }
+        if over_value {
+            self.stream.write(&mut self.values)?;
+            self.valued.clear();
+        }
+        self.copied.push(target);
         self.copies.push(to, from, size);
+        self.bytes += size;
+        Ok(())
     }
 
-    /// A small value that the slot holds, at `from` for the device.
-    pub(crate) fn value(&mut self, to: u64, from: u64, size: u64, bytes: [u8; INLINE as usize]) {
-        self.written.push((to, to + size));
+    /// A small value that the slot holds, at `from` for the device. Values are written in order, behind all copies.
+    pub(crate) fn value(
+        &mut self,
+        to: u64,
+        from: u64,
+        size: u64,
+        bytes: [u8; INLINE as usize],
+    ) -> Result<()> {
         let [low, ..]: [u64; INLINE as usize / 8] = bytemuck::cast(bytes);
         match size {
             8 if to.is_multiple_of(8) => self.values.push64(to, low),
             4 if to.is_multiple_of(4) => self.values.push32(to, low as u32),
-            _ => self.copies.push(to, from, size),
+            _ => return self.copy(to, from, size),
         }
+        self.valued.push(to..to + size);
+        Ok(())
     }
 
     /// A signal whose new value is known.
@@ -104,8 +137,6 @@ impl Queue {
 
     /// A signal that someone else may write as well.
     pub(crate) fn add(&mut self, word: u64, add: u64, cpu: bool) {
-        // A put into the word after this must come after it.
-        self.written.push((word, word + 8));
         match self.adds.iter_mut().find(|one| one.word == word) {
             Some(one) => one.add = one.add.wrapping_add(add),
             None => self.adds.push(Add { word, add, cpu }),
@@ -114,6 +145,7 @@ impl Queue {
 
     /// The report of a command.
     pub(crate) fn done(&mut self, rank: usize, word: u64, below: u64) {
+        self.commands += 1;
         self.dones.set64(word, below);
         self.marker = Some((rank, below));
     }
@@ -134,7 +166,9 @@ impl Queue {
         self.stream.write(&mut words)?;
         self.values = words;
         self.running = [self.running[1], self.marker.take()];
-        self.written.clear();
+        (self.commands, self.bytes) = (0, 0);
+        self.copied.clear();
+        self.valued.clear();
         Ok(())
     }
 }

@@ -20,7 +20,6 @@ pub(crate) struct Copies {
     to: Vec<u64>,
     from: Vec<u64>,
     lengths: Vec<usize>,
-    bytes: u64,
 }
 
 impl Copies {
@@ -28,7 +27,6 @@ impl Copies {
         self.to.push(to);
         self.from.push(from);
         self.lengths.push(length as usize);
-        self.bytes += length;
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -39,15 +37,10 @@ impl Copies {
         self.to.is_empty()
     }
 
-    pub(crate) fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
     fn clear(&mut self) {
         self.to.clear();
         self.from.clear();
         self.lengths.clear();
-        self.bytes = 0;
     }
 }
 

@@ -56,7 +56,7 @@ fn survive_or_die(rank: usize, shape: Shape, board: Board) {
         let asked = unsafe { world.nccl.ncclCommGetAsyncError(world.comm.as_raw(), &mut code) }.unwrap();
         assert_eq!(asked, ncclResult_t::ncclSuccess);
         if code != ncclResult_t::ncclSuccess && code != ncclResult_t::ncclInProgress {
-            println!("the communicator's error after {:?}: {code}", start.elapsed());
+            eprintln!("the communicator's error after {:?}: {code}", start.elapsed());
             assert_eq!(code, ncclResult_t::ncclRemoteError);
             break;
         }

@@ -203,7 +203,7 @@ fn suite(rank: usize, shape: Shape, board: Board, count: i32) {
     let start = std::time::Instant::now();
     run(&format!("{count} rounds"), "rounds", 1, 256, &mut arguments);
     if rank == 0 {
-        println!("{count} rounds with 4 KiB in {:?}", start.elapsed());
+        eprintln!("{count} rounds with 4 KiB in {:?}", start.elapsed());
     }
     world.close();
 }

@@ -194,7 +194,7 @@ pub fn communicator(rank: usize, shape: Shape, board: &Board) -> (&'static Nccl,
     let properties = comm.properties().unwrap();
     let support = properties.support.expect("2.29.7 and later tell");
     if rank == 0 {
-        println!("NCCL {}: {support:?}", nccl.version());
+        eprintln!("NCCL {}: {support:?}", nccl.version());
     }
     assert!(support.device_api, "no device API: {support:?}");
     assert_eq!(support.railed_gin, Some(GinType::Proxy), "{support:?}");

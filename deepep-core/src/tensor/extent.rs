@@ -23,7 +23,7 @@ impl Space {
     }
 }
 
-/// Address, element type and extent; what [`TensorRef`] and [`TensorMut`] have in common.
+/// Address, element type and extent; what [`TensorRef`](super::TensorRef) and [`TensorMut`](super::TensorMut) have in common.
 ///
 /// A vector of n elements has the shape `[n, 1]`. Strides are in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

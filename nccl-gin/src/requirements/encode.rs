@@ -58,6 +58,8 @@ impl DevCommRequirements {
     fn check_version(&self, nccl: &Nccl) -> Result<()> {
         let stride = matches!(self.gin, Some(GinConnection::Stride(_)));
         for (set, what, since) in [
+            // 2.28.3 has device communicators too, but with other structs than 2.28.9: those are the oldest that were checked.
+            (true, "a device communicator", 22809),
             (self.gin == Some(GinConnection::Rail), "a railed GIN connection", 22907),
             (self.gin_exclusive_contexts, "gin_exclusive_contexts", 22907),
             (self.gin_queue_depth.is_some(), "gin_queue_depth", 22907),

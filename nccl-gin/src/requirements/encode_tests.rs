@@ -233,3 +233,13 @@ fn the_multicast_switch_wins() {
         assert!(DevCommRequirements::new().lsa_barriers(1).encode(&nccl_of(code), &limits).is_ok());
     }
 }
+
+#[test]
+fn structs_of_early_releases_are_not_guessed() {
+    let limits = Limits { support: None, multicast_off: None };
+    let encode = |code| DevCommRequirements::new().lsa_barriers(1).encode(&nccl_of(code), &limits);
+    let error = encode(22803).err().unwrap();
+    assert!(matches!(&error, Error::Unsupported { what: "a device communicator", .. }), "{error}");
+    assert!(error.to_string().contains("2.28.9"), "{error}");
+    assert!(encode(22809).is_ok());
+}

@@ -88,6 +88,12 @@ impl Driver {
         self.inner.source.origin()
     }
 
+    /// Whether both are the same table: clones of one driver are.
+    #[must_use]
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
+    }
+
     /// Whether the driver has `function`.
     #[must_use]
     pub fn has(&self, function: Function) -> bool {
@@ -267,6 +273,7 @@ mod tests {
         unsafe {
             driver.cuInit(0).unwrap();
             driver.clone().cuInit(0).unwrap();
+            assert!(driver.is_same(&driver.clone()) && !driver.is_same(&fake()));
             let error = driver.cuInit(7).unwrap_err();
             assert_eq!(error.status(), Some(CUresult::CUDA_ERROR_INVALID_VALUE));
         }

@@ -4,7 +4,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::physical::PhysicalMemory;
 use crate::properties::{HandleTypes, Properties};
-use cuda_vmm_sys::{CUdevice_attribute as Attribute, CUresult};
+use cuda_vmm_sys::{CUdevice_attribute as Attribute, CUresult, CallError, Function};
 use std::fmt;
 
 /// How far a capability goes.
@@ -19,6 +19,8 @@ pub enum Support {
     Works,
     /// The device claims it, but trying it failed with this code.
     Refused(CUresult),
+    /// The device claims it, but the driver lacks this function, which it needs.
+    MissingFunction(Function),
     /// It is there, but an environment variable switches it off for this process.
     SwitchedOff(&'static str),
 }
@@ -42,6 +44,9 @@ impl fmt::Display for Support {
             Self::Claimed => f.write_str("claimed, not tried"),
             Self::Works => f.write_str("works"),
             Self::Refused(code) => write!(f, "claimed, but refused: {code}"),
+            Self::MissingFunction(function) => {
+                write!(f, "claimed, but the driver lacks {}", function.symbol())
+            }
             Self::SwitchedOff(variable) => write!(f, "switched off by {variable}"),
         }
     }
@@ -150,6 +155,9 @@ fn tried(device: &Device, claimed: bool, properties: &Properties) -> Result<Supp
     }
     match attempt(device, properties) {
         Ok(()) => Ok(Support::Works),
+        Err(Error::Call { source: CallError::Missing(missing), .. }) => {
+            Ok(Support::MissingFunction(missing.function))
+        }
         Err(error) => match error.status() {
             // Says something about this moment, not about the device.
             None | Some(CUresult::CUDA_ERROR_OUT_OF_MEMORY | CUresult::CUDA_ERROR_OPERATING_SYSTEM) => {

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 /// A retained primary context; clones share the reference, and the last one gives it back.
 #[derive(Clone, Debug)]
+#[doc(alias = "cuDevicePrimaryCtxRelease")]
 pub struct Context {
     inner: Arc<Inner>,
 }
@@ -70,27 +71,41 @@ impl Context {
             .attempt(|| format!("waiting for device {}", self.device().ordinal()))
     }
 
-    /// Lets this context address the plain allocations of `peer`'s. Memory that was mapped with [`Grant`](crate::Grant)s does
-    /// not need it.
+    /// Lets this context address the plain allocations of `peer`'s, until the last guard for the two devices is dropped
+    /// (`cuCtxEnablePeerAccess`). Memory that was mapped with [`Grant`](crate::Grant)s does not need it.
     ///
     /// # Errors
-    /// [`Error::Call`](crate::Error::Call); `CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED` counts as success, and the guard then leaves it
-    /// enabled.
+    /// [`Error::ForeignDriver`](crate::Error::ForeignDriver), or [`Error::Call`](crate::Error::Call).
+    /// `CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED` counts as success: somebody else enabled the access, and the guard leaves it to them.
     #[doc(alias = "cuCtxEnablePeerAccess")]
     pub fn enable_peer_access(&self, peer: &Self) -> Result<PeerAccess> {
-        let bound = self.bind()?;
-        // SAFETY: both contexts are retained; flags must be 0.
-        let result = unsafe { self.device().cuda().driver().cuCtxEnablePeerAccess(peer.as_raw(), 0) };
-        drop(bound);
-        let ours = match result {
-            Ok(()) => true,
-            Err(error) if error.status() == Some(CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED) => false,
-            error => {
-                let (from, to) = (self.device().ordinal(), peer.device().ordinal());
-                error.attempt(|| format!("enabling access from device {from} to device {to}"))?;
-                false
+        let cuda = self.device().cuda();
+        cuda.check_same(peer.device().cuda(), "context")?;
+        let (from, to) = (self.device().ordinal(), peer.device().ordinal());
+        let mut guards = cuda.peer_guards();
+        let ours = match guards.get_mut(&(from, to)) {
+            Some(count) => {
+                *count += 1;
+                true
+            }
+            None => {
+                let _bound = self.bind()?;
+                // SAFETY: both contexts are retained; flags must be 0.
+                match unsafe { cuda.driver().cuCtxEnablePeerAccess(peer.as_raw(), 0) } {
+                    Err(error)
+                        if error.status() == Some(CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED) =>
+                    {
+                        false
+                    }
+                    result => {
+                        result.attempt(|| format!("enabling access from device {from} to device {to}"))?;
+                        guards.insert((from, to), 1);
+                        true
+                    }
+                }
             }
         };
+        drop(guards);
         Ok(PeerAccess { from: self.clone(), to: peer.clone(), ours })
     }
 
@@ -120,6 +135,8 @@ impl Drop for Inner {
 
 /// Keeps a context current on this thread.
 #[derive(Debug)]
+#[must_use = "the context is current for as long as the guard lives"]
+#[doc(alias = "cuCtxPopCurrent")]
 pub struct Bound<'context> {
     context: &'context Context,
     /// The stack of contexts belongs to the thread.
@@ -136,23 +153,35 @@ impl Drop for Bound<'_> {
     }
 }
 
-/// Keeps peer access between two contexts enabled.
+/// Keeps peer access from one primary context to another enabled (`cuCtxDisablePeerAccess` after the last guard).
 #[derive(Debug)]
+#[must_use = "access ends when the guard is dropped"]
+#[doc(alias = "cuCtxDisablePeerAccess")]
 pub struct PeerAccess {
     from: Context,
     to: Context,
+    /// Whether this crate enabled the access, so that it is counted.
     ours: bool,
 }
 
 impl Drop for PeerAccess {
     fn drop(&mut self) {
-        if self.ours
-            && let Ok(_bound) = self.from.bind()
+        if !self.ours {
+            return;
+        }
+        let cuda = self.from.device().cuda();
+        let pair = (self.from.device().ordinal(), self.to.device().ordinal());
+        let mut guards = cuda.peer_guards();
+        if let Some(count) = guards.get_mut(&pair)
+            && *count > 1
         {
-            // SAFETY: this object enabled the access; both contexts are alive.
-            released("peer access", unsafe {
-                self.from.device().cuda().driver().cuCtxDisablePeerAccess(self.to.as_raw())
-            });
+            *count -= 1;
+            return;
+        }
+        guards.remove(&pair);
+        if let Ok(_bound) = self.from.bind() {
+            // SAFETY: this crate enabled the access, and no other guard needs it; both contexts are retained.
+            released("peer access", unsafe { cuda.driver().cuCtxDisablePeerAccess(self.to.as_raw()) });
         }
     }
 }

@@ -5,6 +5,7 @@ use crate::granularity::Granularities;
 use crate::location::Location;
 use crate::properties::Properties;
 use cuda_vmm_sys::{Driver, ffi::c_int};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// An initialised CUDA driver: where everything starts. A handle of one pointer; clones are the same driver.
@@ -20,6 +21,8 @@ struct Inner {
     granularities: Mutex<Vec<(Properties, Granularities)>>,
     /// Locations whose memory the driver refused to make exportable as FABRIC, whatever it claims.
     without_fabric: Mutex<Vec<Location>>,
+    /// Number of guards by (accessing, accessed) device, where this crate enabled the access of their primary contexts.
+    peer_guards: Mutex<BTreeMap<(i32, i32), usize>>,
 }
 
 impl Cuda {
@@ -52,6 +55,7 @@ impl Cuda {
                 devices,
                 granularities: Mutex::default(),
                 without_fabric: Mutex::default(),
+                peer_guards: Mutex::default(),
             }),
         })
     }
@@ -77,14 +81,19 @@ impl Cuda {
         }
     }
 
-    /// Whether two handles are the same driver.
+    /// Whether two handles are the same driver: objects of both may be used together.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.inner, &other.inner)
+        Arc::ptr_eq(&self.inner, &other.inner) || self.driver().is_same(other.driver())
     }
 
     pub(crate) fn check_same(&self, other: &Self, what: &'static str) -> Result<()> {
         if self.is_same(other) { Ok(()) } else { Err(Error::ForeignDriver { what }) }
+    }
+
+    /// Guards of peer access, locked while access is enabled or disabled.
+    pub(crate) fn peer_guards(&self) -> std::sync::MutexGuard<'_, BTreeMap<(i32, i32), usize>> {
+        self.inner.peer_guards.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether creating FABRIC memory at a location is worth a try.

@@ -1,5 +1,7 @@
 //! Where memory lies, and who may use it.
 
+use crate::cuda::Cuda;
+use crate::error::{Error, Result};
 use cuda_vmm_sys::{CUmemAccess_flags, CUmemAccessDesc, CUmemLocation, CUmemLocationType};
 use std::fmt;
 
@@ -115,6 +117,28 @@ impl Grant {
     pub const fn with(mut self, access: Access) -> Self {
         self.access = access;
         self
+    }
+
+    /// Refuses what cannot be granted to memory at any of `places`: an empty list, devices that do not exist, and the CPU where no
+    /// place is host memory.
+    pub(crate) fn check(
+        cuda: &Cuda,
+        grants: &[Self],
+        places: impl Iterator<Item = Location> + Clone,
+    ) -> Result<()> {
+        if grants.is_empty() {
+            return Err(Error::Zero { what: "number of grants" });
+        }
+        for Self { location, .. } in grants {
+            if let Location::Device(ordinal) = *location {
+                cuda.check_device(ordinal)?;
+            } else if !places.clone().any(Location::is_host)
+                && let Some(memory) = places.clone().next()
+            {
+                return Err(Error::AccessNotPossible { location: *location, memory });
+            }
+        }
+        Ok(())
     }
 
     pub(crate) fn as_raw(self) -> CUmemAccessDesc {

@@ -67,6 +67,12 @@ impl Properties {
         Self::new(Location::HostNuma(node))
     }
 
+    /// Host memory, on whichever node (CUDA 12.2 and later).
+    #[must_use]
+    pub const fn host() -> Self {
+        Self::new(Location::Host)
+    }
+
     /// Can be exported as exactly these handle types.
     #[must_use]
     pub const fn handle_types(mut self, types: HandleTypes) -> Self {
@@ -106,6 +112,18 @@ impl Properties {
     #[must_use]
     pub const fn shareability(&self) -> Shareable {
         self.shareable
+    }
+
+    /// Whether a network card can be let at it.
+    #[must_use]
+    pub const fn is_gpu_direct_rdma(&self) -> bool {
+        self.gpu_direct_rdma
+    }
+
+    /// Whether it is, or was asked to be, compressible.
+    #[must_use]
+    pub const fn is_compressible(&self) -> bool {
+        self.compressible
     }
 
     pub(crate) fn check(&self, cuda: &Cuda) -> Result<()> {
@@ -158,6 +176,8 @@ mod tests {
         let raw = properties.as_raw();
         assert_eq!(raw.requestedHandleTypes.0, 9);
         assert_eq!(Properties::from_raw(&raw), Some(properties));
+        assert!(properties.is_gpu_direct_rdma() && properties.is_compressible());
+        assert_eq!(Properties::host().location(), Location::Host);
     }
 
     #[test]

@@ -180,18 +180,7 @@ impl Mapping {
     /// [`Error::Zero`] for an empty list, [`Error::UnknownDevice`], [`Error::AccessNotPossible`], or [`Error::Call`].
     #[doc(alias = "cuMemSetAccess")]
     pub fn set_access(&self, grants: &[Grant]) -> Result<()> {
-        if grants.is_empty() {
-            return Err(Error::Zero { what: "number of grants" });
-        }
-        for grant in grants {
-            match grant.location {
-                Location::Device(ordinal) => self.cuda().check_device(ordinal)?,
-                location if !self.inner.memory.location().is_host() => {
-                    return Err(Error::AccessNotPossible { location, memory: self.inner.memory.location() });
-                }
-                _ => {}
-            }
-        }
+        Grant::check(self.cuda(), grants, std::iter::once(self.inner.memory.location()))?;
         self.inner.placed.set_access(grants, || self.inner.memory.location().to_string())
     }
 

@@ -27,7 +27,7 @@ impl GrowableRange {
     /// [granularity](Granularities::of). Nothing is mapped yet. Every chunk will be open to `grants`.
     ///
     /// # Errors
-    /// [`Error::Zero`], [`Error::Misaligned`], [`Error::UnknownDevice`], or [`Error::Call`].
+    /// [`Error::Zero`], [`Error::Misaligned`], [`Error::UnknownDevice`], [`Error::AccessNotPossible`], or [`Error::Call`].
     pub fn new(
         cuda: &Cuda,
         properties: Properties,
@@ -41,9 +41,7 @@ impl GrowableRange {
         if capacity == 0 {
             return Err(Error::Zero { what: "capacity of a growable range" });
         }
-        if grants.is_empty() {
-            return Err(Error::Zero { what: "number of grants" });
-        }
+        Grant::check(cuda, grants, std::iter::once(properties.location()))?;
         let alignment = Granularity::new(granularity.bytes())?;
         let reservation = Reservation::new(cuda, capacity, alignment)?;
         Ok(Self { reservation, properties, chunk, grants: grants.to_vec(), chunks: Vec::new() })
@@ -77,6 +75,21 @@ impl GrowableRange {
     #[must_use]
     pub fn chunks(&self) -> &[Mapping] {
         &self.chunks
+    }
+
+    /// Opens every chunk, those that are mapped and those to come, to more locations.
+    ///
+    /// # Errors
+    /// As [`Mapping::set_access`]. If the driver refuses, chunks before the one that failed keep the new access, and chunks to come
+    /// are not opened.
+    #[doc(alias = "cuMemSetAccess")]
+    pub fn set_access(&mut self, grants: &[Grant]) -> Result<()> {
+        Grant::check(self.reservation.cuda(), grants, std::iter::once(self.properties.location()))?;
+        self.chunks.iter().try_for_each(|chunk| chunk.set_access(grants))?;
+        // The last word counts for each location.
+        self.grants.retain(|old| grants.iter().all(|new| new.location != old.location));
+        self.grants.extend_from_slice(grants);
+        Ok(())
     }
 
     /// Grows to `size` bytes, a multiple of the chunk. A range that is as large already stays as it is.

@@ -43,6 +43,7 @@ pub struct Segment<'range> {
 
 /// Makes a [`SegmentedRange`].
 #[derive(Debug)]
+#[must_use = "nothing happens before `build`"]
 pub struct SegmentedRangeBuilder {
     cuda: Cuda,
     plan: Vec<Plan>,
@@ -58,7 +59,6 @@ enum Plan {
 
 impl SegmentedRange {
     /// A range without segments yet.
-    #[must_use]
     pub fn builder(cuda: &Cuda) -> SegmentedRangeBuilder {
         SegmentedRangeBuilder { cuda: cuda.clone(), plan: Vec::new(), grants: Vec::new(), alignment: None }
     }
@@ -89,8 +89,12 @@ impl SegmentedRange {
     /// Sets access for more locations, for every segment: device grants for all, host grants for segments of host memory.
     ///
     /// # Errors
-    /// As [`Mapping::set_access`]. Segments before the one that failed keep the new access.
+    /// As [`Mapping::set_access`]; [`Error::AccessNotPossible`] for the host if no segment is host memory. If the driver refuses,
+    /// segments before the one that failed keep the new access.
+    #[doc(alias = "cuMemSetAccess")]
     pub fn set_access(&self, grants: &[Grant]) -> Result<()> {
+        let places = self.segments.iter().map(|mapping| mapping.memory().location());
+        Grant::check(self.reservation.cuda(), grants, places)?;
         grant_each(&self.segments, grants)
     }
 }
@@ -110,14 +114,12 @@ fn grant_each(segments: &[Mapping], grants: &[Grant]) -> Result<()> {
 
 impl SegmentedRangeBuilder {
     /// Appends new memory of `size` bytes.
-    #[must_use]
     pub fn create(mut self, properties: Properties, size: usize) -> Self {
         self.plan.push(Plan::Create(properties, size));
         self
     }
 
     /// Appends memory that exists already, for example an import.
-    #[must_use]
     pub fn existing(mut self, memory: PhysicalMemory) -> Self {
         self.plan.push(Plan::Existing(memory));
         self
@@ -125,14 +127,12 @@ impl SegmentedRangeBuilder {
 
     /// Grants access: to all segments for a device, to segments of host memory for the host. Segments of host memory are open to
     /// the CPUs of their node without being told.
-    #[must_use]
     pub fn grant(mut self, grant: Grant) -> Self {
         self.grants.push(grant);
         self
     }
 
     /// Aligns the range's address to more than the segments need.
-    #[must_use]
     pub fn alignment(mut self, alignment: Granularity) -> Self {
         self.alignment = Some(alignment);
         self
@@ -142,16 +142,23 @@ impl SegmentedRangeBuilder {
     ///
     /// # Errors
     /// [`Error::Zero`] without segments or without a grant, [`Error::Misaligned`], [`Error::Overflow`], [`Error::UnknownDevice`],
-    /// or [`Error::Call`].
+    /// [`Error::AccessNotPossible`], [`Error::ForeignDriver`], or [`Error::Call`].
     pub fn build(self) -> Result<SegmentedRange> {
         let Self { cuda, plan, grants, alignment } = self;
         if plan.is_empty() {
             return Err(Error::Zero { what: "number of segments" });
         }
-        if grants.is_empty() {
-            return Err(Error::Zero { what: "number of grants" });
-        }
         // Everything that can be refused without the driver is refused before memory is created.
+        let places = plan.iter().map(|step| match step {
+            Plan::Create(properties, _) => properties.location(),
+            Plan::Existing(memory) => memory.location(),
+        });
+        Grant::check(&cuda, &grants, places)?;
+        for step in &plan {
+            if let Plan::Existing(memory) = step {
+                cuda.check_same(memory.cuda(), "a segment")?;
+            }
+        }
         let kinds = plan.iter().map(|step| match step {
             Plan::Create(properties, _) => *properties,
             Plan::Existing(memory) => *memory.properties(),

@@ -31,7 +31,8 @@ pub fn test() -> Result<()> {
     step("package", || {
         let mut arguments = vec!["package", "--allow-dirty", "--no-verify", "--quiet"];
         arguments.extend(PUBLISHED.iter().flat_map(|name| ["-p", name]));
-        cargo(&arguments)
+        cargo(&arguments)?;
+        PUBLISHED.iter().try_for_each(|name| packaged(name))
     })?;
     step("abi-check", crate::abi_check::check)?;
     println!("xtask test: all steps passed in {} s", start.elapsed().as_secs());
@@ -39,6 +40,22 @@ pub fn test() -> Result<()> {
         println!("xtask test: what was skipped, and why, is in the lines above that start with `skipped:`");
     }
     println!("{} passed, {} failed, {} skipped", counts.passed, counts.failed, counts.skipped);
+    Ok(())
+}
+
+/// Whether the package holds what must go with it: both licences and a page for the registry.
+fn packaged(name: &str) -> Result<()> {
+    let out = Command::new("cargo")
+        .args(["package", "--list", "--allow-dirty", "-p", name])
+        .current_dir(root())
+        .output()
+        .context("could not start cargo")?;
+    let list = String::from_utf8_lossy(&out.stdout);
+    for file in ["LICENSE-APACHE", "LICENSE-MIT", "README.md"] {
+        if !list.lines().any(|line| line == file) {
+            bail!("the package of {name} has no {file}");
+        }
+    }
     Ok(())
 }
 

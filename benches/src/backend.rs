@@ -2,7 +2,7 @@
 
 use cuda_vmm::Cuda;
 use cuda_vmm::sys::ffi::{c_int, c_void};
-use cuda_vmm::sys::{CUresult, Driver};
+use cuda_vmm::sys::{CUmemAllocationGranularity_flags, CUmemAllocationProp, CUresult, Driver};
 use cuda_vmm_emu::{Config, Emulator};
 use std::ptr;
 
@@ -31,9 +31,29 @@ pub fn all() -> Vec<Backend> {
     all
 }
 
-extern "C" fn succeed() -> CUresult {
-    CUresult::CUDA_SUCCESS
+/// One function for each of the table, with its signature, that does nothing, successfully. Results stay what the callers start with: zero.
+macro_rules! succeed {
+    ($(
+        $(#[$doc:meta])*
+        $method:ident = $name:literal, $symbol:literal, $since:literal: fn($($argument:ident: $type:ty),* $(,)?);
+    )*) => {
+        /// The function of an exported name, or null.
+        #[allow(non_snake_case, unused_variables)]
+        fn succeeding(symbol: &[u8]) -> *const c_void {
+            $(
+                extern "C" fn $method($($argument: $type),*) -> CUresult {
+                    CUresult::CUDA_SUCCESS
+                }
+                if symbol == $symbol.as_bytes() {
+                    return $method as *const c_void;
+                }
+            )*
+            ptr::null()
+        }
+    };
 }
+
+cuda_vmm::sys::for_each_function!(succeed);
 
 unsafe extern "C" fn version(out: *mut c_int) -> CUresult {
     // SAFETY: the table passes a valid pointer.
@@ -47,7 +67,11 @@ unsafe extern "C" fn one(out: *mut c_int) -> CUresult {
     CUresult::CUDA_SUCCESS
 }
 
-unsafe extern "C" fn granularity(out: *mut usize) -> CUresult {
+unsafe extern "C" fn granularity(
+    out: *mut usize,
+    _: *const CUmemAllocationProp,
+    _: CUmemAllocationGranularity_flags,
+) -> CUresult {
     // SAFETY: cuMemGetAllocationGranularity's first argument is valid for one write.
     unsafe { *out = 2 << 20 };
     CUresult::CUDA_SUCCESS
@@ -55,16 +79,14 @@ unsafe extern "C" fn granularity(out: *mut usize) -> CUresult {
 
 /// A driver whose calls do nothing, successfully.
 fn nothing() -> Cuda {
-    // SAFETY: with the C calling convention a function may ignore arguments that it is passed. The ones with results that matter
-    // write them; for the others zero, which the callers start with, is the result.
+    // SAFETY: each function has the signature that cuda.h declares for its name.
     let driver = unsafe {
         Driver::from_loader(|name| -> *const c_void {
             match name.to_bytes() {
-                b"cuGetProcAddress_v2" => ptr::null(),
                 b"cuDriverGetVersion" => version as *const c_void,
                 b"cuDeviceGetCount" => one as *const c_void,
                 b"cuMemGetAllocationGranularity" => granularity as *const c_void,
-                _ => succeed as *const c_void,
+                other => succeeding(other),
             }
         })
     }

@@ -188,6 +188,16 @@ both!(an_export_can_be_imported_here_and_twice, 1, |_, cuda| {
     }
 });
 
+// The driver does not tell the size of what is imported: that it refuses to map more is what keeps a wrong size from doing harm.
+both!(an_import_is_not_mapped_larger_than_it_is, 1, |_, cuda| {
+    let memory =
+        PhysicalMemory::create(cuda, 2 * MIB, &Properties::device(0).handle_types(HandleTypes::POSIX_FD))
+            .unwrap();
+    let import = PhysicalMemory::import_fd(cuda, memory.export_fd().unwrap(), 4 * MIB).unwrap();
+    let error = SegmentedRange::builder(cuda).existing(import).grant(Grant::device(0)).build().unwrap_err();
+    assert!(error.status().is_some(), "{error}");
+});
+
 both!(a_shared_mapping_is_not_unmapped, 1, |_, cuda| {
     let memory = PhysicalMemory::create(cuda, 2 * MIB, &Properties::device(0)).unwrap();
     let granularity = Granularities::of(cuda, memory.properties()).unwrap().minimum;

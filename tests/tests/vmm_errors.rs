@@ -388,6 +388,31 @@ fn no_driver_is_a_typed_error() {
 }
 
 #[test]
+fn a_machine_without_a_driver_gets_errors_and_may_try_again() {
+    // In a process of its own: the driver is the process's, and the variable names one that is not there.
+    let test = "a_machine_without_a_driver_gets_errors_and_may_try_again";
+    let (_folder, path) = integration_tests::process::scratch("libcuda.so.1");
+    if integration_tests::process::role(test).is_none() {
+        let environment = [("CUDA_VMM_DRIVER", path.to_str().unwrap())];
+        return integration_tests::process::Peer::spawn(test, "without", &environment).finish();
+    }
+    let path = std::path::PathBuf::from(std::env::var_os("CUDA_VMM_DRIVER").unwrap());
+    for _ in 0..2 {
+        let error = Cuda::get().unwrap_err();
+        assert!(matches!(&error, Error::Load(LoadError::NotFound { .. })), "{error}");
+        assert!(error.to_string().contains("CUDA_VMM_DRIVER"), "{error}");
+        assert!(matches!(Driver::get(), Err(LoadError::NotFound { .. })));
+    }
+    // The failure is not remembered: what appears there is looked at.
+    std::fs::write(&path, "no library").unwrap();
+    let error = Cuda::get().unwrap_err();
+    assert!(
+        error.to_string().contains("libcuda.so.1: ") && !error.to_string().contains("No such file"),
+        "{error}"
+    );
+}
+
+#[test]
 fn the_limit_of_open_files_is_an_error() {
     // In a process of its own: the limit is the process's.
     let test = "the_limit_of_open_files_is_an_error";

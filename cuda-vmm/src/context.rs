@@ -9,6 +9,8 @@ use std::ptr;
 use std::sync::Arc;
 
 /// A retained primary context; clones share the reference, and the last one gives it back.
+///
+/// Dropping the last one calls `cuDevicePrimaryCtxRelease`.
 #[derive(Clone, Debug)]
 #[doc(alias = "cuDevicePrimaryCtxRelease")]
 pub struct Context {
@@ -49,6 +51,8 @@ impl Context {
 
     /// Makes the context current on this thread until the guard is dropped. Guards end in the reverse of the order they began.
     ///
+    /// Calls `cuCtxPushCurrent`.
+    ///
     /// # Errors
     /// [`Error::Call`](crate::Error::Call).
     #[doc(alias = "cuCtxPushCurrent")]
@@ -60,6 +64,8 @@ impl Context {
     }
 
     /// Waits until all work of the context is done.
+    ///
+    /// Calls `cuCtxSynchronize`.
     ///
     /// # Errors
     /// [`Error::Call`](crate::Error::Call), also for the failure of earlier work.
@@ -111,6 +117,8 @@ impl Context {
 
     /// Free and total bytes of the device's memory, as the driver sees them now.
     ///
+    /// Calls `cuMemGetInfo`.
+    ///
     /// # Errors
     /// [`Error::Call`](crate::Error::Call).
     #[doc(alias = "cuMemGetInfo")]
@@ -134,6 +142,8 @@ impl Drop for Inner {
 }
 
 /// Keeps a context current on this thread.
+///
+/// Dropping it calls `cuCtxPopCurrent`.
 #[derive(Debug)]
 #[must_use = "the context is current for as long as the guard lives"]
 #[doc(alias = "cuCtxPopCurrent")]

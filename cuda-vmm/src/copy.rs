@@ -10,6 +10,8 @@ impl Context {
     /// Writes `bytes` into memory at `offset` and waits for it. The device must have been granted access. Kernels that read the
     /// memory at the same time may see some bytes old and some new.
     ///
+    /// Calls `cuMemcpyHtoDAsync`.
+    ///
     /// # Errors
     /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::ForeignDriver`](crate::Error::ForeignDriver),
     /// [`Error::Call`](crate::Error::Call).
@@ -28,6 +30,8 @@ impl Context {
 
     /// Reads memory at `offset` into `bytes`.
     ///
+    /// Calls `cuMemcpyDtoHAsync`.
+    ///
     /// # Errors
     /// As [`upload`](Self::upload).
     #[doc(alias = "cuMemcpyDtoHAsync")]
@@ -43,6 +47,8 @@ impl Context {
     }
 
     /// Sets `length` bytes of memory at `offset` to one value.
+    ///
+    /// Calls `cuMemsetD8Async`.
     ///
     /// # Errors
     /// As [`upload`](Self::upload).

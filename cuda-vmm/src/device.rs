@@ -18,6 +18,8 @@ pub struct Device {
 impl Cuda {
     /// The device with this ordinal, from zero.
     ///
+    /// Calls `cuDeviceGet`.
+    ///
     /// # Errors
     /// [`Error::UnknownDevice`](crate::Error::UnknownDevice) if there is none.
     #[doc(alias = "cuDeviceGet")]
@@ -83,6 +85,8 @@ impl Device {
 
     /// The device's name.
     ///
+    /// Calls `cuDeviceGetName`.
+    ///
     /// # Errors
     /// [`Error::Call`](crate::Error::Call).
     #[doc(alias = "cuDeviceGetName")]
@@ -94,6 +98,8 @@ impl Device {
     }
 
     /// The PCI address, as `domain:bus:device.function` in hexadecimal.
+    ///
+    /// Calls `cuDeviceGetPCIBusId`.
     ///
     /// # Errors
     /// [`Error::Call`](crate::Error::Call).
@@ -120,6 +126,8 @@ impl Device {
 
     /// The device's identity.
     ///
+    /// Calls `cuDeviceGetUuid`.
+    ///
     /// # Errors
     /// [`Error::Call`](crate::Error::Call).
     #[doc(alias = "cuDeviceGetUuid")]
@@ -133,6 +141,8 @@ impl Device {
 
     /// Bytes of memory on the device.
     ///
+    /// Calls `cuDeviceTotalMem`.
+    ///
     /// # Errors
     /// [`Error::Call`](crate::Error::Call).
     #[doc(alias = "cuDeviceTotalMem")]
@@ -145,6 +155,8 @@ impl Device {
     }
 
     /// One attribute.
+    ///
+    /// Calls `cuDeviceGetAttribute`.
     ///
     /// # Errors
     /// [`Error::Call`](crate::Error::Call); drivers that do not know the attribute return `CUDA_ERROR_INVALID_VALUE`.
@@ -182,6 +194,8 @@ impl Device {
 
     /// Whether this device can address the memory of `peer`. A device reaches itself.
     ///
+    /// Calls `cuDeviceCanAccessPeer`.
+    ///
     /// # Errors
     /// [`Error::Call`](crate::Error::Call).
     #[doc(alias = "cuDeviceCanAccessPeer")]
@@ -198,6 +212,8 @@ impl Device {
 
     /// One attribute of the link from this device to `peer`.
     ///
+    /// Calls `cuDeviceGetP2PAttribute`.
+    ///
     /// # Errors
     /// [`Error::Call`](crate::Error::Call).
     #[doc(alias = "cuDeviceGetP2PAttribute")]
@@ -212,6 +228,8 @@ impl Device {
     }
 
     /// The device's primary context, the one that the CUDA runtime and every library in the process use.
+    ///
+    /// Calls `cuDevicePrimaryCtxRetain`.
     ///
     /// # Errors
     /// [`Error::Call`](crate::Error::Call).

@@ -2,9 +2,10 @@
 
 use crate::context::Context;
 use crate::error::{Attempt, Error, Result};
+use crate::handle::own_fd;
 use crate::memory::{Memory, check_part};
 use cuda_vmm_sys::{CUmemRangeHandleType, ffi::c_int};
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 
 /// Size that offset and length of a dma-buf must be multiples of: a page of the host.
 fn page_size() -> usize {
@@ -14,6 +15,8 @@ fn page_size() -> usize {
 impl Context {
     /// A dma-buf file descriptor of `length` bytes of memory from `offset` on, both multiples of the host's page size, inside one
     /// piece of physical memory. The memory must stay mapped while the descriptor is used.
+    ///
+    /// Calls `cuMemGetHandleForAddressRange`.
     ///
     /// # Errors
     /// [`Error::Zero`], [`Error::Misaligned`], [`Error::OutOfBounds`], or [`Error::Call`], for example
@@ -49,11 +52,7 @@ impl Context {
             )
         }
         .attempt(|| format!("exporting {length} bytes at {} + {offset} as a dma-buf", memory.address()))?;
-        if number < 0 {
-            let why = format!("the driver returned {number} as a file descriptor");
-            return Err(Error::Unsupported { what: "exporting this memory as a dma-buf", why });
-        }
         // SAFETY: the driver made this descriptor for the caller, who must close it.
-        Ok(unsafe { OwnedFd::from_raw_fd(number) })
+        unsafe { own_fd(number, "exporting this memory as a dma-buf") }
     }
 }

@@ -80,6 +80,8 @@ pub struct Granularities {
 impl Granularities {
     /// Granularities of physical memory with these properties.
     ///
+    /// Calls `cuMemGetAllocationGranularity`.
+    ///
     /// # Errors
     /// [`Error::UnknownDevice`], or [`Error::Call`] if the driver refuses the properties.
     #[doc(alias = "cuMemGetAllocationGranularity")]

@@ -80,12 +80,8 @@ impl Handle {
         let kind = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
         // SAFETY: for this kind the driver writes one int, for which `number` is valid.
         unsafe { self.export(std::ptr::from_mut(&mut number).cast(), kind) }?;
-        if number < 0 {
-            let why = format!("the driver returned {number} as a file descriptor");
-            return Err(Error::Unsupported { what: "exporting this handle", why });
-        }
         // SAFETY: the driver made this descriptor for the caller, who must close it; nobody else owns it.
-        Ok(unsafe { OwnedFd::from_raw_fd(number) })
+        unsafe { own_fd(number, "exporting this handle") }
     }
 
     /// `available` is what the object was created to be exported as.
@@ -113,6 +109,23 @@ impl Handle {
         unsafe { self.cuda.driver().cuMemExportToShareableHandle(out, self.raw, kind, 0) }
             .attempt(|| format!("exporting {} as {}", self.what, HandleTypes::from_bits_retain(kind.0)))
     }
+}
+
+/// Takes over a file descriptor that the driver made. Programs that this process starts do not inherit it: they would keep the memory
+/// behind it alive without knowing.
+///
+/// # Safety
+/// If it is not negative, `number` must be an open descriptor that nobody else owns.
+pub(crate) unsafe fn own_fd(number: c_int, what: &'static str) -> Result<OwnedFd> {
+    if number < 0 {
+        let why = format!("the driver returned {number} as a file descriptor");
+        return Err(Error::Unsupported { what, why });
+    }
+    // SAFETY: the caller's promise.
+    let fd = unsafe { OwnedFd::from_raw_fd(number) };
+    rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)
+        .map_err(|errno| Error::Transport { step: what, source: errno.into() })?;
+    Ok(fd)
 }
 
 impl Drop for Handle {

@@ -52,6 +52,8 @@
 //! - `cuMulticastUnbind` takes exactly the values of the bind: a [`Binding`](multicast::Binding) keeps them.
 //!
 //! What no type can see is the work on a device: memory must not be dropped while a kernel uses its addresses.
+//!
+//! CUDA does not survive `fork`: a child process that goes on without `exec` must not use or drop objects of its parent.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 

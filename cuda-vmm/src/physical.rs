@@ -38,6 +38,8 @@ impl PhysicalMemory {
     /// Creates `size` bytes of physical memory. `size` must be a multiple of the minimum
     /// [granularity](crate::Granularities::of).
     ///
+    /// Calls `cuMemCreate`.
+    ///
     /// # Errors
     /// [`Error::Zero`], [`Error::Misaligned`], [`Error::UnknownDevice`]; [`Error::Call`] if the driver refuses, for example
     /// `CUDA_ERROR_OUT_OF_MEMORY`, or `CUDA_ERROR_NOT_PERMITTED` for FABRIC without an IMEX channel.
@@ -68,30 +70,72 @@ impl PhysicalMemory {
     ///
     /// The descriptor may be closed afterwards. Importing it again gives a second handle to the same memory.
     ///
+    /// Calls `cuMemImportFromShareableHandle`.
+    ///
     /// # Errors
     /// [`Error::Zero`], [`Error::Misaligned`], or [`Error::Call`] if the descriptor is no export of CUDA memory.
     #[doc(alias = "cuMemImportFromShareableHandle")]
     pub fn import_fd(cuda: &Cuda, fd: impl AsFd, size: usize) -> Result<Self> {
         check_import_size(size)?;
-        Self::imported(Handle::import_fd(cuda, WHAT, fd.as_fd(), size)?, size)
+        Self::adopt(Handle::import_fd(cuda, WHAT, fd.as_fd(), size)?, size, true)
     }
 
     /// Imports memory from a FABRIC handle. The exporter must be alive until this returns; afterwards this process holds the
     /// memory on its own.
+    ///
+    /// Calls `cuMemImportFromShareableHandle`.
     ///
     /// # Errors
     /// As [`import_fd`](Self::import_fd).
     #[doc(alias = "cuMemImportFromShareableHandle")]
     pub fn import_fabric(cuda: &Cuda, handle: &FabricHandle, size: usize) -> Result<Self> {
         check_import_size(size)?;
-        Self::imported(Handle::import_fabric(cuda, WHAT, handle, size)?, size)
+        Self::adopt(Handle::import_fabric(cuda, WHAT, handle, size)?, size, true)
     }
 
-    fn imported(handle: Handle, size: usize) -> Result<Self> {
+    /// Takes over one reference to memory that other code created or imported, `size` bytes long: it is released with this object, or
+    /// at once if this fails.
+    ///
+    /// Calls `cuMemRelease`.
+    ///
+    /// # Errors
+    /// [`Error::Zero`], [`Error::Misaligned`], or [`Error::Call`].
+    ///
+    /// # Safety
+    /// `raw` must be a handle of `cuda`'s driver with a reference that nobody else gives back.
+    #[doc(alias = "cuMemRelease")]
+    pub unsafe fn from_raw(cuda: &Cuda, raw: CUmemGenericAllocationHandle, size: usize) -> Result<Self> {
+        let handle = Handle::own(cuda, WHAT, raw);
+        check_import_size(size)?;
+        Self::adopt(handle, size, false)
+    }
+
+    /// The memory that other code (another library's allocator) mapped at an address, `size` bytes long, with a reference of its own
+    /// (`cuMemRetainAllocationHandle`): it outlives the other code's mapping.
+    ///
+    /// # Errors
+    /// [`Error::Zero`], [`Error::Misaligned`], or [`Error::Call`] if nothing of virtual memory management is mapped there.
+    ///
+    /// # Safety
+    /// The mapping must stay for as long as this call takes.
+    #[doc(alias = "cuMemRetainAllocationHandle")]
+    pub unsafe fn retain(cuda: &Cuda, address: u64, size: usize) -> Result<Self> {
+        check_import_size(size)?;
+        let mut raw = 0;
+        // SAFETY: `raw` is valid for one write; the driver looks the address up and reads nothing there.
+        unsafe {
+            cuda.driver().cuMemRetainAllocationHandle(&mut raw, address as usize as *mut std::ffi::c_void)
+        }
+        .attempt(|| format!("asking for the physical memory mapped at {address:#x}"))?;
+        Self::adopt(Handle::own(cuda, WHAT, raw), size, false)
+    }
+
+    /// Asks the driver what the memory is. `cuMemGetAllocationPropertiesFromHandle` does not tell the size.
+    fn adopt(handle: Handle, size: usize, imported: bool) -> Result<Self> {
         let mut raw = CUmemAllocationProp::default();
         // SAFETY: `raw` is valid for one write, and the handle is alive.
         unsafe { handle.cuda().driver().cuMemGetAllocationPropertiesFromHandle(&mut raw, handle.as_raw()) }
-            .attempt(|| "asking for the properties of imported memory".into())?;
+            .attempt(|| "asking for the properties of physical memory".into())?;
         let properties = Properties::from_raw(&raw).ok_or_else(|| Error::Unsupported {
             what: "imported memory",
             why: format!(
@@ -101,11 +145,13 @@ impl PhysicalMemory {
         })?;
         handle.cuda().granularities(&properties)?.minimum.check("size of imported memory", size)?;
         let handle_types = HandleTypes::from_bits_retain(raw.requestedHandleTypes.0);
-        Ok(Self { inner: Arc::new(Inner { handle, size, properties, handle_types, imported: true }) })
+        Ok(Self { inner: Arc::new(Inner { handle, size, properties, handle_types, imported }) })
     }
 
     /// Exports the memory as a file descriptor, which [`import_fd`](Self::import_fd) takes in another process. The descriptor
     /// keeps the memory alive.
+    ///
+    /// Calls `cuMemExportToShareableHandle`.
     ///
     /// # Errors
     /// [`Error::NotExportable`] if it was not created for that, or [`Error::Call`].
@@ -115,6 +161,8 @@ impl PhysicalMemory {
     }
 
     /// Exports the memory as a FABRIC handle. The handle pins nothing: keep the memory alive until every importer has imported it.
+    ///
+    /// Calls `cuMemExportToShareableHandle`.
     ///
     /// # Errors
     /// [`Error::NotExportable`] if it was not created for that, or [`Error::Call`].

@@ -9,6 +9,9 @@ use cuda_vmm_sys::{CUipcMem_flags, CUipcMemHandle, ffi::c_char};
 use std::fmt;
 
 /// Device memory of `cuMemAlloc`. It lives in one context; other processes reach it through an [`IpcHandle`].
+///
+/// Dropping it calls `cuMemFree`, which waits for the device's work: memory of [virtual memory management](crate::PhysicalMemory) is
+/// the one for work that may hang.
 #[derive(Debug)]
 pub struct PlainMemory {
     context: Context,
@@ -18,6 +21,8 @@ pub struct PlainMemory {
 
 impl PlainMemory {
     /// Allocates `size` bytes.
+    ///
+    /// Calls `cuMemAlloc`.
     ///
     /// # Errors
     /// [`Error::Zero`] or [`Error::Call`].
@@ -42,6 +47,8 @@ impl PlainMemory {
     }
 
     /// A handle for other processes. The memory must stay alive while they use it.
+    ///
+    /// Calls `cuIpcGetMemHandle`.
     ///
     /// # Errors
     /// [`Error::Call`].
@@ -103,6 +110,8 @@ pub struct IpcMemory {
 
 impl IpcMemory {
     /// Maps memory by its handle; `size` is the size it was allocated with. A handle cannot be opened in the process that made it.
+    ///
+    /// Calls `cuIpcOpenMemHandle`.
     ///
     /// # Errors
     /// [`Error::Zero`] or [`Error::Call`].

@@ -34,6 +34,8 @@ struct Inner {
 impl Reservation {
     /// Reserves `size` bytes of addresses, a multiple of the granularity of what is to be mapped, aligned to at least that granularity.
     ///
+    /// Calls `cuMemAddressReserve`.
+    ///
     /// # Errors
     /// [`Error::Zero`], [`Error::Misaligned`], or [`Error::Call`] if the address space is full.
     #[doc(alias = "cuMemAddressReserve")]
@@ -72,6 +74,8 @@ impl Reservation {
     }
 
     /// Maps all of `memory` at `offset` bytes. Nobody may use it before [`Mapping::set_access`].
+    ///
+    /// Calls `cuMemMap`.
     ///
     /// # Errors
     /// [`Error::Misaligned`] if `offset` is no multiple of the memory's granularity, [`Error::OutOfBounds`], [`Error::Overlap`],
@@ -176,6 +180,8 @@ impl Mapping {
     /// Sets what each named location may do with the mapping; other locations keep what they have. The CPU can be granted
     /// access to host memory only.
     ///
+    /// Calls `cuMemSetAccess`.
+    ///
     /// # Errors
     /// [`Error::Zero`] for an empty list, [`Error::UnknownDevice`], [`Error::AccessNotPossible`], or [`Error::Call`].
     #[doc(alias = "cuMemSetAccess")]
@@ -185,6 +191,8 @@ impl Mapping {
     }
 
     /// What a location may do with the mapping.
+    ///
+    /// Calls `cuMemGetAccess`.
     ///
     /// # Errors
     /// [`Error::UnknownDevice`] or [`Error::Call`].
@@ -202,6 +210,8 @@ impl Mapping {
     }
 
     /// Unmaps the memory and returns it. Nothing on any device may still use the addresses.
+    ///
+    /// Calls `cuMemUnmap`.
     ///
     /// # Errors
     /// [`Rejected`] with the mapping: [`Error::StillShared`] if a clone of it exists, [`Error::Call`] if the driver refuses.

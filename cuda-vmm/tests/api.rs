@@ -2,9 +2,9 @@
 
 use cuda_vmm::sys::{CUresult, Function};
 use cuda_vmm::{
-    Capabilities, Context, Cuda, Device, Error, Grant, Granularity, GrowableRange, IpcMemory, Location,
-    Mapping, PeerAccess, PhysicalMemory, PlainMemory, Properties, Reservation, SegmentedRange, Support,
-    share,
+    Capabilities, Context, Cuda, Device, Error, Grant, Granularity, GrowableRange, HandleTypes, IpcMemory,
+    Location, Mapping, PeerAccess, PhysicalMemory, PlainMemory, Properties, Reservation, SegmentedRange,
+    Support, share,
 };
 use cuda_vmm_emu::{Config, Emulator};
 
@@ -130,4 +130,56 @@ fn a_missing_function_is_a_missing_capability() {
     assert_eq!(capabilities.posix_fd, Support::MissingFunction(Function::cuMemExportToShareableHandle));
     assert!(capabilities.posix_fd.to_string().contains("lacks cuMemExport"), "{}", capabilities.posix_fd);
     emulator.assert_empty();
+}
+
+#[test]
+fn memory_of_other_code_is_taken_over_or_shared() {
+    on(|emulator, cuda| {
+        let size = 2 * MIB;
+        let ours =
+            PhysicalMemory::create(cuda, size, &Properties::device(1).handle_types(HandleTypes::POSIX_FD))?;
+        let mapping = Reservation::new(cuda, size, Granularity::new(size)?)?.map(0, &ours)?;
+        // SAFETY: the mapping stays.
+        let retained = unsafe { PhysicalMemory::retain(cuda, mapping.address().get(), size) }?;
+        assert_eq!((retained.location(), retained.size()), (Location::Device(1), size));
+        assert!(!retained.is_imported() && retained.handle_types() == HandleTypes::POSIX_FD);
+        // SAFETY: nothing is done with the address but looking it up.
+        let nowhere = unsafe { PhysicalMemory::retain(cuda, 0x1000, size) }.unwrap_err();
+        assert!(nowhere.status().is_some(), "{nowhere}");
+
+        let mut raw = 0;
+        // SAFETY: `raw` is valid for one write, and the address is mapped.
+        unsafe { cuda.driver().cuMemRetainAllocationHandle(&mut raw, mapping.address().get() as *mut _) }
+            .unwrap();
+        // SAFETY: the reference was just taken.
+        let taken = unsafe { PhysicalMemory::from_raw(cuda, raw, size) }?;
+        drop((mapping, ours, retained));
+        taken.export_fd()?;
+
+        // A refused takeover releases the reference all the same: the ledger would show it.
+        let before = emulator.faults().calls(Function::cuMemRelease);
+        let mapping = Reservation::new(cuda, size, Granularity::new(size)?)?.map(0, &taken)?;
+        // SAFETY: as above.
+        unsafe { cuda.driver().cuMemRetainAllocationHandle(&mut raw, mapping.address().get() as *mut _) }
+            .unwrap();
+        // SAFETY: as above.
+        let error = unsafe { PhysicalMemory::from_raw(cuda, raw, 5) }.unwrap_err();
+        assert!(matches!(error, Error::Misaligned { .. }), "{error}");
+        assert_eq!(emulator.faults().calls(Function::cuMemRelease), before + 1);
+        Ok(())
+    });
+}
+
+#[test]
+fn exported_descriptors_are_not_inherited() {
+    on(|_, cuda| {
+        let memory = PhysicalMemory::create(
+            cuda,
+            2 * MIB,
+            &Properties::device(0).handle_types(HandleTypes::POSIX_FD),
+        )?;
+        let fd = memory.export_fd()?;
+        assert!(rustix::io::fcntl_getfd(&fd).unwrap().contains(rustix::io::FdFlags::CLOEXEC));
+        Ok(())
+    });
 }

@@ -87,6 +87,8 @@ impl Object {
     /// [granularity](Self::granularities), and the memory that of a device that this process added. If the object can be exported, the memory
     /// must be, too.
     ///
+    /// Calls `cuMulticastBindMem`.
+    ///
     /// # Errors
     /// Before the driver is called: [`Error::ForeignDriver`], [`Error::NotInTeam`], [`Error::Zero`], [`Error::Misaligned`],
     /// [`Error::OutOfBounds`], [`Error::BindingOverlap`], [`Error::Unsupported`] for memory that is not exportable. [`Error::Call`] if it
@@ -123,6 +125,8 @@ impl Object {
     /// Binds `size` bytes of mapped memory by its address, from `mapping_offset` of the mapping on, at `offset` of the object. The rules
     /// are those of [`bind`](Self::bind), with the address in place of the offset in the memory.
     ///
+    /// Calls `cuMulticastBindAddr`.
+    ///
     /// # Errors
     /// As [`bind`](Self::bind).
     #[doc(alias = "cuMulticastBindAddr")]
@@ -142,6 +146,8 @@ impl Object {
     }
 
     /// Binds memory that another library allocated, by its address: that of `cuMemCreate`, or of a stream-ordered pool.
+    ///
+    /// Calls `cuMulticastBindAddr`.
     ///
     /// # Errors
     /// As [`bind`](Self::bind).
@@ -244,6 +250,8 @@ impl Binding {
     }
 
     /// Undoes the binding on the spot, with the driver's answer, which dropping it cannot give.
+    ///
+    /// Calls `cuMulticastUnbind`.
     ///
     /// # Errors
     /// [`Rejected`] with the binding: [`Error::Call`] if the driver refuses; it then still stands.

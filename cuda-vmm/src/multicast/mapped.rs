@@ -21,6 +21,8 @@ pub struct MappedObject {
 impl Object {
     /// Maps the object at addresses of its own choice.
     ///
+    /// Calls `cuMemMap`.
+    ///
     /// # Errors
     /// [`Error::Call`].
     #[doc(alias = "cuMemMap")]
@@ -33,6 +35,8 @@ impl Object {
 
     /// Maps the object at `offset` bytes of a reservation. The address must be a multiple of the minimum
     /// [granularity](Self::granularities).
+    ///
+    /// Calls `cuMemMap`.
     ///
     /// # Errors
     /// [`Error::ForeignDriver`], [`Error::Misaligned`], [`Error::OutOfBounds`], [`Error::Overlap`], or [`Error::Call`].
@@ -113,6 +117,8 @@ impl MappedObject {
     }
 
     /// Unmaps the object on the spot, with the driver's answer, which dropping cannot give.
+    ///
+    /// Calls `cuMemUnmap`.
     ///
     /// # Errors
     /// [`Rejected`] with the mapping: [`Error::Call`] if the driver refuses.
@@ -197,6 +203,8 @@ impl Multicast {
 
     /// Sets what more devices of this process may do with the address; others keep what they have.
     ///
+    /// Calls `cuMemSetAccess`.
+    ///
     /// # Errors
     /// [`Error::Zero`], [`Error::NotInTeam`], or [`Error::Call`].
     #[doc(alias = "cuMemSetAccess")]
@@ -205,6 +213,8 @@ impl Multicast {
     }
 
     /// What a location may do with the address.
+    ///
+    /// Calls `cuMemGetAccess`.
     ///
     /// # Errors
     /// [`Error::UnknownDevice`] or [`Error::Call`].

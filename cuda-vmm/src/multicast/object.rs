@@ -56,6 +56,8 @@ pub struct Object {
 impl Incomplete {
     /// Creates an object without devices.
     ///
+    /// Calls `cuMulticastCreate`.
+    ///
     /// # Errors
     /// [`Error::MulticastDisabled`], [`Error::Zero`], [`Error::Misaligned`] before the driver is called; [`Error::Call`] if it refuses:
     /// `CUDA_ERROR_OUT_OF_MEMORY` when the fabric has no object left, `CUDA_ERROR_ILLEGAL_STATE` without a working fabric manager,
@@ -99,6 +101,8 @@ impl Incomplete {
     /// Imports an object from the file descriptor that [`export_fd`](Self::export_fd) made. Devices and size must be those that it was
     /// created with: the driver does not tell. That the descriptor is one of a multicast object shows when a device is added.
     ///
+    /// Calls `cuMemImportFromShareableHandle`.
+    ///
     /// # Errors
     /// [`Error::MulticastDisabled`], [`Error::Zero`], [`Error::Misaligned`]; [`Error::Call`] if the descriptor is no export of CUDA.
     #[doc(alias = "cuMemImportFromShareableHandle")]
@@ -109,6 +113,8 @@ impl Incomplete {
     }
 
     /// Imports an object from a FABRIC handle. The exporter must be alive until this returns.
+    ///
+    /// Calls `cuMemImportFromShareableHandle`.
     ///
     /// # Errors
     /// As [`import_fd`](Self::import_fd).
@@ -134,6 +140,8 @@ impl Incomplete {
 
     /// Exports the object as a file descriptor, which keeps it alive.
     ///
+    /// Calls `cuMemExportToShareableHandle`.
+    ///
     /// # Errors
     /// [`Error::NotExportable`] if it was not created for that, or [`Error::Call`].
     #[doc(alias = "cuMemExportToShareableHandle")]
@@ -142,6 +150,8 @@ impl Incomplete {
     }
 
     /// Exports the object as a FABRIC handle. The handle pins nothing: keep the object alive until every importer has imported it.
+    ///
+    /// Calls `cuMemExportToShareableHandle`.
     ///
     /// # Errors
     /// [`Error::NotExportable`] if it was not created for that, or [`Error::Call`].
@@ -185,6 +195,8 @@ impl Incomplete {
     }
 
     /// Adds a device. Each is added once, by one process.
+    ///
+    /// Calls `cuMulticastAddDevice`.
     ///
     /// # Errors
     /// [`Error::ForeignDriver`], [`Error::DeviceTwice`], [`Error::TeamFull`], [`Error::Unsupported`] before the driver is called;

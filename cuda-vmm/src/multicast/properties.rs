@@ -68,6 +68,8 @@ impl ObjectProperties {
     /// Granularities of multicast: of an object's size, of bindings and their offsets, and of the addresses that it is mapped at. The
     /// query creates nothing, and works where multicast is switched off.
     ///
+    /// Calls `cuMulticastGetGranularity`.
+    ///
     /// # Errors
     /// [`Error::Zero`] for no devices or no bytes; [`Error::Call`] if the driver refuses, for example `CUDA_ERROR_NOT_SUPPORTED`.
     #[doc(alias = "cuMulticastGetGranularity")]

@@ -79,6 +79,8 @@ impl GrowableRange {
 
     /// Opens every chunk, those that are mapped and those to come, to more locations.
     ///
+    /// Calls `cuMemSetAccess`.
+    ///
     /// # Errors
     /// As [`Mapping::set_access`]. If the driver refuses, chunks before the one that failed keep the new access, and chunks to come
     /// are not opened.

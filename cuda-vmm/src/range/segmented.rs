@@ -88,6 +88,8 @@ impl SegmentedRange {
 
     /// Sets access for more locations, for every segment: device grants for all, host grants for segments of host memory.
     ///
+    /// Calls `cuMemSetAccess`.
+    ///
     /// # Errors
     /// As [`Mapping::set_access`]; [`Error::AccessNotPossible`] for the host if no segment is host memory. If the driver refuses,
     /// segments before the one that failed keep the new access.

@@ -16,6 +16,8 @@ use std::time::Duration;
 /// one, else as a FABRIC handle. The memory may be dropped as soon as this returns if a descriptor travelled (it keeps the memory
 /// alive); a FABRIC handle keeps nothing alive.
 ///
+/// After an error a part of the message may be on its way: close the socket.
+///
 /// # Errors
 /// [`Error::NotExportable`], [`Error::TimedOut`] if the other side does not read within `timeout`, [`Error::Transport`].
 pub fn send(socket: impl AsFd, memory: &PhysicalMemory, timeout: Duration) -> Result<()> {

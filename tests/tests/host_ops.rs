@@ -262,9 +262,13 @@ fn elastic_buffers_leave_nothing() {
     }
 }
 
-/// Thousands of calls take nothing that they don't give back.
+/// Thousands of calls take nothing that they don't give back. In a process of its own: tests beside it open files too.
 #[test]
 fn many_rounds_do_not_grow() {
+    const TEST: &str = "many_rounds_do_not_grow";
+    if role(TEST).is_none() {
+        return Peer::spawn(TEST, "alone", &[]).finish();
+    }
     let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let mut job = job(2, 8, 3, 32, Pattern::Masked(0.1), vec![6, 5]);
     job.cached = true;
@@ -282,7 +286,8 @@ fn many_rounds_do_not_grow() {
         }
         buffer.barrier().unwrap();
         let after = open();
-        assert!(after < before + 50, "{before} open files became {after}");
+        // Counting opens the folder, and the other rank may be counting now and not have been before.
+        assert!(after <= before + 1, "{before} open files became {after}");
         buffer.close().unwrap();
     });
 }

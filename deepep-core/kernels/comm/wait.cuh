@@ -78,6 +78,9 @@ DEVICE bool wait_until(const Domain& d, const Place& at, u64 expected, Ready rea
     u64 seen = 0;
     if (ready(seen)) return true;
     const u64 start = arch::now_ns();
+    // Blocks of one rank wait for each other only because one of them waits for a peer. That one gives up first, so that the record
+    // names the peer and not this rank.
+    const u64 limit = d.timeout_ns + (at.peer == d.rank ? d.timeout_ns / 2 : 0);
     for (u32 n = 1;; n++) {
         if (ready(seen)) return true;
         if (n & 31) continue;
@@ -86,7 +89,7 @@ DEVICE bool wait_until(const Domain& d, const Place& at, u64 expected, Ready rea
             return false;
         }
         const u64 waited = arch::now_ns() - start;
-        if (waited > d.timeout_ns) {
+        if (waited > limit) {
             if (ready(seen)) return true;
             give_up(d, at, true, expected, seen, waited);
             return false;

@@ -11,6 +11,7 @@
 
 mod nvrtc;
 
+use cuda_vmm_sys::{CUdevice_attribute, CUstream_flags, Driver};
 use nccl_gin::sys::Nccl;
 use nccl_gin::{
     Communicator, Config, DevCommRequirements, Device, GinConnection, MemAlloc, UniqueId, WindowFlags,
@@ -96,9 +97,21 @@ fn identifier(nccl: &Nccl, rank: u32, meeting: &Path) -> Result<UniqueId> {
     }
 }
 
+/// The device's compute capability, as compilers name it.
+fn architecture(driver: &Driver, device: &Device) -> Result<i32> {
+    let attribute = |which| {
+        let mut value = 0;
+        // SAFETY: the output is a local, and the ordinal is an open device's.
+        unsafe { driver.cuDeviceGetAttribute(&mut value, which, device.ordinal()) }.map(|()| value)
+    };
+    let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+    let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+    Ok(10 * major + minor)
+}
+
 fn rank(rank: u32, meeting: &Path) -> Result<()> {
     let nccl = Nccl::get()?;
-    let driver = cuda_vmm_sys::Driver::get()?;
+    let driver = Driver::get()?;
     let mut devices = 0;
     // SAFETY: cuInit takes no pointer, and the output is a local.
     unsafe { driver.cuInit(0).and_then(|()| driver.cuDeviceGetCount(&mut devices)) }?;
@@ -116,7 +129,7 @@ fn rank(rank: u32, meeting: &Path) -> Result<()> {
 
     let sources = device_code::sources(nccl.version(), nccl.include_dir()?)?;
     let mut options = sources.options(nvrtc::cuda_include());
-    options.push("--gpu-architecture=sm_90".into());
+    options.push(format!("--gpu-architecture=sm_{}", architecture(driver, &device)?));
     let code = nvrtc::compile(include_str!("kernel.cu"), sources.headers(), &options)?;
 
     let found_at = address + (1 << 20);
@@ -134,7 +147,7 @@ fn rank(rank: u32, meeting: &Path) -> Result<()> {
     unsafe {
         driver.cuModuleLoadData(&mut module, code.as_ptr().cast())?;
         driver.cuModuleGetFunction(&mut function, module, c"put_and_signal".as_ptr())?;
-        driver.cuStreamCreate(&mut stream, cuda_vmm_sys::CUstream_flags::CU_STREAM_NON_BLOCKING.0)?;
+        driver.cuStreamCreate(&mut stream, CUstream_flags::CU_STREAM_NON_BLOCKING.0)?;
         driver.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream, arguments.as_mut_ptr(), null_mut())?;
         driver.cuMemcpyDtoHAsync((&raw mut found).cast(), found_at, 8, stream)?;
         driver.cuStreamSynchronize(stream)?;

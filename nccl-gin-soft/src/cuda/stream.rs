@@ -126,7 +126,8 @@ impl Stream {
     pub(crate) fn copy(&self, copies: &mut Copies) -> Result<()> {
         let driver = &self.cuda.driver;
         let attempt = "copying payload";
-        if copies.len() == 1 || self.cuda.batch == Batch::Single {
+        // One copy as well: a plain one inside a device may be done by a kernel, which finds no room beside kernels that wait for it.
+        if self.cuda.batch == Batch::Single {
             for ((&to, &from), &length) in copies.to.iter().zip(&copies.from).zip(&copies.lengths) {
                 // SAFETY: both ranges lie in registrations or in memory of the plugin, as the callers checked; the stream is ours.
                 unsafe { driver.cuMemcpyAsync(to, from, length, self.raw()) }

@@ -7,7 +7,8 @@ use crate::world::{DST, MIB, SRC, Shape, World, ranks};
 use cuda_vmm_emu::sys::CUdevice_attribute;
 use integration_tests::gpu::skipped;
 use integration_tests::process::role;
-use nccl_gin::{MemAlloc, WindowMemory};
+use nccl_gin::{Device, MemAlloc, WindowMemory};
+use std::sync::atomic::Ordering;
 
 const SHAPE: Shape = Shape::new(2, 2);
 
@@ -49,9 +50,9 @@ fn measure(rank: usize, board: Board) {
     };
     tell(format!("NCCL {}", world.nccl.version()));
 
-    // The copy engine alone, over the same link: one rank at a time, from the other GPU's memory if this process can reach it.
     let rate = copy_engine(&world);
-    tell(format!("copy engine, 64 MiB between the GPUs: {rate:.1} GB/s"));
+    let route = if SHAPE.shares() { "inside the GPU that both ranks share" } else { "between the GPUs" };
+    tell(format!("copy engine, 64 MiB {route}: {rate:.1} GB/s"));
 
     let modes = [
         "8-byte put with signal",
@@ -60,8 +61,9 @@ fn measure(rank: usize, board: Board) {
         "8-byte put with signal at an address",
     ];
     let mut base = [0u64; 4];
-    let count = 1000i32;
-    for repeat in 0..3 {
+    // As many as take a second: that depends on whether the ranks share a GPU.
+    let (mut count, mut longest) = (10i32, 0);
+    for repeat in 0..4 {
         for (mode, name) in modes.into_iter().enumerate() {
             let mut arguments = arguments![
                 0i32,
@@ -78,10 +80,14 @@ fn measure(rank: usize, board: Board) {
             ];
             let time = run(name, "ping_pong", 1, 1, &mut arguments);
             base[mode] += (count + count / 10 + 1) as u64;
-            if repeat > 0 {
+            if repeat > 1 {
                 tell(format!("round trip, {name}: {:.2} us", time / 1e3 / f64::from(count)));
             }
+            if repeat == 0 && mode == 0 {
+                longest = agree(&world, (1e9 * f64::from(count) / time) as u64).clamp(20, 1000) as i32;
+            }
         }
+        count = longest;
     }
     let mut sent = [0u64; 4];
     for n in [8usize, 4096, 65_536, MIB, 8 * MIB, 32 * MIB] {
@@ -141,19 +147,28 @@ fn measure(rank: usize, board: Board) {
             tell(format!("get and flush of {n} bytes: {:.1} us at best", best / 1e3));
         }
     }
-    crowded(&world, &run, &tell);
+    crowded(&world, longest.min(200), &run, &tell);
     world.close();
 }
 
-/// With the GPU full of spinning blocks.
+/// Rank 0's number, on all ranks.
+fn agree(world: &World, number: u64) -> u64 {
+    if world.rank == 0 {
+        world.board.word(0).store(number, Ordering::Release);
+    }
+    world.meet();
+    world.board.word(0).load(Ordering::Acquire)
+}
+
+/// With the GPU full of spinning blocks: half full if ranks share it, and may run beside each other.
 fn crowded(
     world: &World,
+    count: i32,
     run: &impl Fn(&str, &str, u32, u32, &mut [*mut std::ffi::c_void]) -> f64,
     tell: &impl Fn(String),
 ) {
     let driver = world.gpu.device.driver();
     let (mut blocks, mut processors) = (0, 0);
-    let count = 200i32;
     // SAFETY: outputs are locals; the function belongs to the loaded module.
     unsafe {
         let function = world.gpu.function("crowded");
@@ -165,7 +180,7 @@ fn crowded(
     let address = words.address().as_ptr() as u64;
     world.gpu.zero(address, 64);
     world.meet();
-    let grid = (blocks * processors) as u32;
+    let grid = (blocks * processors) as u32 / if SHAPE.shares() { 2 } else { 1 };
     let (w, report) = (world.window.as_raw() as u64, world.gpu.report());
     let mut arguments =
         arguments![w, SRC as u64, DST as u64, 21u32, 0u64, count, report, address, address + 8];
@@ -176,22 +191,24 @@ fn crowded(
     ));
 }
 
-/// Rate of plain copies from one GPU to the other, by rank 0 while rank 1 waits.
+/// Rate of copies over the same link, by the copy engine alone, by rank 0 while rank 1 waits.
 fn copy_engine(world: &World) -> f64 {
     let length = 64 * MIB;
     let mut rate = 0.0;
     if world.rank == 0 {
         let driver = world.gpu.device.driver();
         let here = MemAlloc::new(world.nccl, &world.gpu.device, length).unwrap();
-        let other = nccl_gin::Device::open(1 - world.gpu.device.ordinal()).unwrap();
+        let other = Device::open(SHAPE.gpu(1) as i32).unwrap();
         other.make_current().unwrap();
         let mut there = 0;
         // SAFETY: outputs are locals; the memory is freed below, when the copies are over.
         unsafe { driver.cuMemAlloc(&mut there, length) }.unwrap();
         world.gpu.device.make_current().unwrap();
         let to = here.address().as_ptr() as u64;
-        // SAFETY: both contexts are primary contexts that are retained here.
-        let _ = unsafe { driver.cuCtxEnablePeerAccess(other.context(), 0) };
+        if !SHAPE.shares() {
+            // SAFETY: both contexts are primary contexts that are retained here.
+            let _ = unsafe { driver.cuCtxEnablePeerAccess(other.context(), 0) };
+        }
         for _ in 0..3 {
             rate = world.gpu.copy_rate(to, there, length, 40).max(rate);
         }

@@ -10,6 +10,7 @@ mod figures;
 mod gpu;
 #[path = "../../../nccl-gin-soft/examples/gin_put/nvrtc.rs"]
 mod nvrtc;
+mod properties;
 mod segments;
 mod suite;
 mod world;

@@ -2,6 +2,7 @@
 
 use crate::board::Board;
 use crate::gpu::Gpu;
+use cuda_vmm::Cuda;
 use cuda_vmm_emu::sys::ffi::c_int;
 use integration_tests::gpu::{cuda, skipped};
 use integration_tests::process::{Peer, role, scratch};
@@ -28,20 +29,32 @@ pub struct Shape {
     pub ranks: usize,
     /// Ranks of one node name.
     pub node: usize,
-    pub gpus: usize,
+    /// GPUs that the ranks are spread over, if there are as many. On fewer they share them.
+    pub most_gpus: usize,
     pub rail: bool,
     /// The oldest NCCL that can do it.
     pub since: u32,
 }
 
 impl Shape {
-    pub const fn new(ranks: usize, gpus: usize) -> Self {
-        Self { ranks, node: 1, gpus, rail: false, since: 22907 }
+    pub const fn new(ranks: usize, most_gpus: usize) -> Self {
+        Self { ranks, node: 1, most_gpus, rail: false, since: 22907 }
+    }
+
+    /// GPUs that the ranks are spread over.
+    pub fn gpus(self) -> usize {
+        let there = Cuda::get().map_or(0, |cuda| cuda.device_count().max(0) as usize);
+        self.most_gpus.min(there.max(1))
+    }
+
+    /// Whether a GPU has several ranks: by time slices of milliseconds, unless MPS lets them run beside each other.
+    pub fn shares(self) -> bool {
+        self.ranks > self.gpus()
     }
 
     /// GPU of a rank: neighbours on a rail are on different GPUs where there are two.
-    fn gpu(self, rank: usize) -> usize {
-        (rank + rank / self.node) % self.gpus
+    pub fn gpu(self, rank: usize) -> usize {
+        (rank + rank / self.node) % self.gpus()
     }
 }
 
@@ -79,7 +92,7 @@ pub fn start(
     shape: Shape,
     environment: &[(&str, &str)],
 ) -> Option<(tempfile::TempDir, Vec<Peer>)> {
-    cuda(test, shape.gpus as i32)?;
+    cuda(test, 1)?;
     let nccl = match Nccl::get() {
         Ok(nccl) if nccl.version().code() < shape.since => {
             skipped(test, &format!("NCCL {} is too old for it", nccl.version()));
@@ -99,7 +112,13 @@ pub fn start(
         skipped(test, &format!("no {} beside this executable; name it in {LIBRARY}", nccl_gin_soft::LIBRARY));
         return None;
     };
-    println!("{test}: NCCL {}, {}", nccl.version(), library.display());
+    eprintln!(
+        "{test}: NCCL {}, {} ranks on {} GPU(s), {}",
+        nccl.version(),
+        shape.ranks,
+        shape.gpus(),
+        library.display()
+    );
     let (folder, path) = scratch("board");
     Board::create(&path);
     let path = path.to_str().expect("a path in UTF-8").to_owned();
@@ -110,7 +129,7 @@ pub fn start(
             variables.iter().map(|(name, value)| (*name, value.to_str().expect("UTF-8"))).collect();
         // Multicast is switched off in every test: what it leaves behind when it fails is the whole machine's.
         all.extend([(BOARD, path.as_str()), ("NCCL_NVLS_ENABLE", "0"), ("CUDA_MODULE_LOADING", "EAGER")]);
-        if shape.ranks > shape.gpus {
+        if shape.shares() {
             all.push(("NCCL_MULTI_RANK_GPU_ENABLE", "1"));
         }
         if shape.rail {

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use cuda_vmm::Cuda;
 use deepep_core::jit::{Cache, Compiler};
-use nccl_gin::sys::Nccl;
+use nccl_gin::sys::{Nccl, Version};
 use nccl_gin::{Communicator, Config, Device, Properties, UniqueId};
 
-use super::Finding;
+use super::{Finding, gin};
 
 const COMPILER: &str = "compiler";
 const NCCL: &str = "NCCL";
@@ -40,14 +40,14 @@ pub(super) fn check(findings: &mut Vec<Finding>) {
     findings.push(Finding::yes(NCCL, "NCCL", format!("{}, {}", nccl.version(), nccl.origin())));
     if Cuda::get().is_ok_and(|cuda| cuda.device_count() > 0) {
         match properties(nccl) {
-            Ok(properties) => supported(&properties, findings),
+            Ok(properties) => supported(nccl.version(), &properties, findings),
             Err(error) => {
                 let remedy = "NCCL_DEBUG=INFO tells more; NVLink within one host doesn't need NCCL";
                 findings.push(Finding::no(NCCL, "communicator of one rank", error, remedy));
             }
         }
     } else {
-        findings.push(Finding::info(NCCL, "GIN", "not asked: that needs a device"));
+        gin::check(nccl.version(), None, findings);
     }
 }
 
@@ -62,7 +62,7 @@ fn properties(nccl: &Nccl) -> nccl_gin::Result<Properties> {
     properties
 }
 
-fn supported(properties: &Properties, findings: &mut Vec<Finding>) {
+fn supported(version: Version, properties: &Properties, findings: &mut Vec<Finding>) {
     let Some(support) = &properties.support else {
         let text = "this version doesn't tell; 2.29 and newer do";
         findings.push(Finding::info(NCCL, "device API and GIN", text));
@@ -76,14 +76,5 @@ fn supported(properties: &Properties, findings: &mut Vec<Finding>) {
         support.device_api,
         "they need symmetric memory: NCCL_CUMEM_ENABLE must not be 0",
     ));
-    for (what, gin) in [("GIN to every rank", support.gin), ("GIN along rails", support.railed_gin)] {
-        findings.push(match gin {
-            Some(kind) => Finding::yes(NCCL, what, kind),
-            None => {
-                let remedy =
-                    "needed between hosts only: an RDMA network card, or a GIN plugin (NCCL_GIN_PLUGIN)";
-                Finding::no(NCCL, what, "none", remedy)
-            }
-        });
-    }
+    gin::check(version, Some(support), findings);
 }

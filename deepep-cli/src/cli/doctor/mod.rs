@@ -1,5 +1,6 @@
 //! `deepep doctor`: what this machine can do, and what to do about what it can't.
 
+mod gin;
 mod gpu;
 mod libraries;
 mod system;

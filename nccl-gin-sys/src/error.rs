@@ -29,7 +29,7 @@ pub enum LoadError {
         /// What `ncclGetVersion` returned.
         status: ncclResult_t,
     },
-    /// The library is older than 2.28, or is one of 2.29.0 to 2.29.4.
+    /// The library is older than 2.28.3, or one whose struct layouts this crate does not have ([`Generation::of`](crate::Generation::of)).
     Unsupported {
         /// Its version.
         found: Version,
@@ -89,7 +89,9 @@ impl fmt::Display for LoadError {
             Self::Unsupported { found, origin } => {
                 write!(f, "NCCL {found} ({origin}) is not supported: ")?;
                 f.write_str(if *found < Version::OLDEST {
-                    "windows and device communicators start with 2.28; load that or a newer one"
+                    "windows and device communicators start with 2.28.3; load that or a newer one"
+                } else if *found < Version::from_code(22900) {
+                    "its struct layouts are not known; load 2.28.3, or 2.28.7 or newer"
                 } else {
                     "2.29.0 to 2.29.4 have struct layouts of their own; load 2.28, or 2.29.5 or newer"
                 })
@@ -222,7 +224,12 @@ mod tests {
         let unsupported =
             |code| LoadError::Unsupported { found: Version::from_code(code), origin: Origin::Custom };
         let text = unsupported(22703).to_string();
-        assert!(text.contains("NCCL 2.27.3 (a custom loader)") && text.contains("start with 2.28"), "{text}");
+        assert!(
+            text.contains("NCCL 2.27.3 (a custom loader)") && text.contains("start with 2.28.3"),
+            "{text}"
+        );
+        let text = unsupported(22805).to_string();
+        assert!(text.contains("NCCL 2.28.5") && text.contains("2.28.7 or newer"), "{text}");
         let text = unsupported(22903).to_string();
         assert!(text.contains("2.29.3") && text.contains("2.29.5 or newer"), "{text}");
         let text = LoadError::SeveralLibraries {

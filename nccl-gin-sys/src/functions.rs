@@ -14,45 +14,45 @@
 macro_rules! for_each_function {
     ($callback:ident) => { $callback! {
         /// Version of the library, as `10000 * major + 100 * minor + patch`.
-        ncclGetVersion = "ncclGetVersion", 22809: fn(version: *mut $crate::ffi::c_int) -> $crate::ncclResult_t;
+        ncclGetVersion = "ncclGetVersion", 22803: fn(version: *mut $crate::ffi::c_int) -> $crate::ncclResult_t;
         /// Description of a result code, a static C string.
-        ncclGetErrorString = "ncclGetErrorString", 22809: fn(result: $crate::ncclResult_t) -> *const $crate::ffi::c_char;
+        ncclGetErrorString = "ncclGetErrorString", 22803: fn(result: $crate::ncclResult_t) -> *const $crate::ffi::c_char;
         /// Text of the last error, a C string that the next error of the process replaces.
-        ncclGetLastError = "ncclGetLastError", 22809: fn(comm: $crate::ncclComm_t) -> *const $crate::ffi::c_char;
+        ncclGetLastError = "ncclGetLastError", 22803: fn(comm: $crate::ncclComm_t) -> *const $crate::ffi::c_char;
         /// Makes an identifier for a new communicator, and starts the listener behind it.
-        ncclGetUniqueId = "ncclGetUniqueId", 22809: fn(uniqueId: *mut $crate::ncclUniqueId) -> $crate::ncclResult_t;
+        ncclGetUniqueId = "ncclGetUniqueId", 22803: fn(uniqueId: *mut $crate::ncclUniqueId) -> $crate::ncclResult_t;
         /// Makes an identifier with which new ranks join a communicator that grows.
         ncclCommGetUniqueId = "ncclCommGetUniqueId", 22907: fn(comm: $crate::ncclComm_t, uniqueId: *mut $crate::ncclUniqueId) -> $crate::ncclResult_t;
         /// Creates this rank's part of a communicator, with the default configuration.
-        ncclCommInitRank = "ncclCommInitRank", 22809: fn(comm: *mut $crate::ncclComm_t, nranks: $crate::ffi::c_int, commId: $crate::ncclUniqueId, rank: $crate::ffi::c_int) -> $crate::ncclResult_t;
+        ncclCommInitRank = "ncclCommInitRank", 22803: fn(comm: *mut $crate::ncclComm_t, nranks: $crate::ffi::c_int, commId: $crate::ncclUniqueId, rank: $crate::ffi::c_int) -> $crate::ncclResult_t;
         /// Creates this rank's part of a communicator, with a configuration.
-        ncclCommInitRankConfig = "ncclCommInitRankConfig", 22809: fn(comm: *mut $crate::ncclComm_t, nranks: $crate::ffi::c_int, commId: $crate::ncclUniqueId, rank: $crate::ffi::c_int, config: *mut $crate::ncclConfig_t) -> $crate::ncclResult_t;
+        ncclCommInitRankConfig = "ncclCommInitRankConfig", 22803: fn(comm: *mut $crate::ncclComm_t, nranks: $crate::ffi::c_int, commId: $crate::ncclUniqueId, rank: $crate::ffi::c_int, config: *mut $crate::ncclConfig_t) -> $crate::ncclResult_t;
         /// Creates this rank's part of a communicator from several identifiers.
-        ncclCommInitRankScalable = "ncclCommInitRankScalable", 22809: fn(newcomm: *mut $crate::ncclComm_t, nranks: $crate::ffi::c_int, myrank: $crate::ffi::c_int, nId: $crate::ffi::c_int, commIds: *mut $crate::ncclUniqueId, config: *mut $crate::ncclConfig_t) -> $crate::ncclResult_t;
+        ncclCommInitRankScalable = "ncclCommInitRankScalable", 22803: fn(newcomm: *mut $crate::ncclComm_t, nranks: $crate::ffi::c_int, myrank: $crate::ffi::c_int, nId: $crate::ffi::c_int, commIds: *mut $crate::ncclUniqueId, config: *mut $crate::ncclConfig_t) -> $crate::ncclResult_t;
         /// Creates the communicators of all ranks in one process, one a device.
-        ncclCommInitAll = "ncclCommInitAll", 22809: fn(comm: *mut $crate::ncclComm_t, ndev: $crate::ffi::c_int, devlist: *const $crate::ffi::c_int) -> $crate::ncclResult_t;
+        ncclCommInitAll = "ncclCommInitAll", 22803: fn(comm: *mut $crate::ncclComm_t, ndev: $crate::ffi::c_int, devlist: *const $crate::ffi::c_int) -> $crate::ncclResult_t;
         /// Makes a communicator of the ranks that pass the same colour, ordered by key.
-        ncclCommSplit = "ncclCommSplit", 22809: fn(comm: $crate::ncclComm_t, color: $crate::ffi::c_int, key: $crate::ffi::c_int, newcomm: *mut $crate::ncclComm_t, config: *mut $crate::ncclConfig_t) -> $crate::ncclResult_t;
+        ncclCommSplit = "ncclCommSplit", 22803: fn(comm: $crate::ncclComm_t, color: $crate::ffi::c_int, key: $crate::ffi::c_int, newcomm: *mut $crate::ncclComm_t, config: *mut $crate::ncclConfig_t) -> $crate::ncclResult_t;
         /// Makes a communicator without the ranks that are listed.
-        ncclCommShrink = "ncclCommShrink", 22809: fn(comm: $crate::ncclComm_t, excludeRanksList: *mut $crate::ffi::c_int, excludeRanksCount: $crate::ffi::c_int, newcomm: *mut $crate::ncclComm_t, config: *mut $crate::ncclConfig_t, shrinkFlags: $crate::ffi::c_int) -> $crate::ncclResult_t;
+        ncclCommShrink = "ncclCommShrink", 22803: fn(comm: $crate::ncclComm_t, excludeRanksList: *mut $crate::ffi::c_int, excludeRanksCount: $crate::ffi::c_int, newcomm: *mut $crate::ncclComm_t, config: *mut $crate::ncclConfig_t, shrinkFlags: $crate::ffi::c_int) -> $crate::ncclResult_t;
         /// Makes a larger communicator of the present ranks and new ones.
         ncclCommGrow = "ncclCommGrow", 22907: fn(comm: $crate::ncclComm_t, nRanks: $crate::ffi::c_int, uniqueId: *const $crate::ncclUniqueId, rank: $crate::ffi::c_int, newcomm: *mut $crate::ncclComm_t, config: *mut $crate::ncclConfig_t) -> $crate::ncclResult_t;
         /// Stops what a communicator has in flight; it can then only be destroyed or made smaller.
         ncclCommRevoke = "ncclCommRevoke", 22809: fn(comm: $crate::ncclComm_t, revokeFlags: $crate::ffi::c_int) -> $crate::ncclResult_t;
         /// Flushes a communicator on all ranks, as the first half of destroying it.
-        ncclCommFinalize = "ncclCommFinalize", 22809: fn(comm: $crate::ncclComm_t) -> $crate::ncclResult_t;
+        ncclCommFinalize = "ncclCommFinalize", 22803: fn(comm: $crate::ncclComm_t) -> $crate::ncclResult_t;
         /// Destroys a communicator.
-        ncclCommDestroy = "ncclCommDestroy", 22809: fn(comm: $crate::ncclComm_t) -> $crate::ncclResult_t;
+        ncclCommDestroy = "ncclCommDestroy", 22803: fn(comm: $crate::ncclComm_t) -> $crate::ncclResult_t;
         /// Stops what a communicator has in flight and destroys it, without the other ranks.
-        ncclCommAbort = "ncclCommAbort", 22809: fn(comm: $crate::ncclComm_t) -> $crate::ncclResult_t;
+        ncclCommAbort = "ncclCommAbort", 22803: fn(comm: $crate::ncclComm_t) -> $crate::ncclResult_t;
         /// State of a communicator: success, an error, or in progress.
-        ncclCommGetAsyncError = "ncclCommGetAsyncError", 22809: fn(comm: $crate::ncclComm_t, asyncError: *mut $crate::ncclResult_t) -> $crate::ncclResult_t;
+        ncclCommGetAsyncError = "ncclCommGetAsyncError", 22803: fn(comm: $crate::ncclComm_t, asyncError: *mut $crate::ncclResult_t) -> $crate::ncclResult_t;
         /// Number of ranks of a communicator.
-        ncclCommCount = "ncclCommCount", 22809: fn(comm: $crate::ncclComm_t, count: *mut $crate::ffi::c_int) -> $crate::ncclResult_t;
+        ncclCommCount = "ncclCommCount", 22803: fn(comm: $crate::ncclComm_t, count: *mut $crate::ffi::c_int) -> $crate::ncclResult_t;
         /// CUDA ordinal of a communicator's device.
-        ncclCommCuDevice = "ncclCommCuDevice", 22809: fn(comm: $crate::ncclComm_t, device: *mut $crate::ffi::c_int) -> $crate::ncclResult_t;
+        ncclCommCuDevice = "ncclCommCuDevice", 22803: fn(comm: $crate::ncclComm_t, device: *mut $crate::ffi::c_int) -> $crate::ncclResult_t;
         /// This process's rank in a communicator.
-        ncclCommUserRank = "ncclCommUserRank", 22809: fn(comm: $crate::ncclComm_t, rank: *mut $crate::ffi::c_int) -> $crate::ncclResult_t;
+        ncclCommUserRank = "ncclCommUserRank", 22803: fn(comm: $crate::ncclComm_t, rank: *mut $crate::ffi::c_int) -> $crate::ncclResult_t;
         /// Releases what a communicator can give back while it is not used.
         ncclCommSuspend = "ncclCommSuspend", 22907: fn(comm: $crate::ncclComm_t, flags: $crate::ffi::c_int) -> $crate::ncclResult_t;
         /// Takes back what a suspended communicator released.
@@ -62,23 +62,23 @@ macro_rules! for_each_function {
         /// Sets the encryption of NCCL's own TCP connections.
         ncclSetEncryption = "ncclSetEncryption", 23203: fn(config: *const $crate::ncclEncryptionConfig_t) -> $crate::ncclResult_t;
         /// Opens a group on the calling thread: calls are queued until it ends.
-        ncclGroupStart = "ncclGroupStart", 22809: fn() -> $crate::ncclResult_t;
+        ncclGroupStart = "ncclGroupStart", 22803: fn() -> $crate::ncclResult_t;
         /// Ends the calling thread's group and starts what was queued.
-        ncclGroupEnd = "ncclGroupEnd", 22809: fn() -> $crate::ncclResult_t;
+        ncclGroupEnd = "ncclGroupEnd", 22803: fn() -> $crate::ncclResult_t;
         /// Ends the calling thread's group and estimates the time it would take.
-        ncclGroupSimulateEnd = "ncclGroupSimulateEnd", 22809: fn(simInfo: *mut $crate::ncclSimInfo_t) -> $crate::ncclResult_t;
+        ncclGroupSimulateEnd = "ncclGroupSimulateEnd", 22803: fn(simInfo: *mut $crate::ncclSimInfo_t) -> $crate::ncclResult_t;
         /// Allocates device memory that can become a window, on the current device.
-        ncclMemAlloc = "ncclMemAlloc", 22809: fn(ptr: *mut *mut $crate::ffi::c_void, size: usize) -> $crate::ncclResult_t;
+        ncclMemAlloc = "ncclMemAlloc", 22803: fn(ptr: *mut *mut $crate::ffi::c_void, size: usize) -> $crate::ncclResult_t;
         /// Frees memory from `ncclMemAlloc`.
-        ncclMemFree = "ncclMemFree", 22809: fn(ptr: *mut $crate::ffi::c_void) -> $crate::ncclResult_t;
+        ncclMemFree = "ncclMemFree", 22803: fn(ptr: *mut $crate::ffi::c_void) -> $crate::ncclResult_t;
         /// Registers a local buffer for zero-copy operations.
-        ncclCommRegister = "ncclCommRegister", 22809: fn(comm: $crate::ncclComm_t, buff: *mut $crate::ffi::c_void, size: usize, handle: *mut *mut $crate::ffi::c_void) -> $crate::ncclResult_t;
+        ncclCommRegister = "ncclCommRegister", 22803: fn(comm: $crate::ncclComm_t, buff: *mut $crate::ffi::c_void, size: usize, handle: *mut *mut $crate::ffi::c_void) -> $crate::ncclResult_t;
         /// Gives the registration of a local buffer back.
-        ncclCommDeregister = "ncclCommDeregister", 22809: fn(comm: $crate::ncclComm_t, handle: *mut $crate::ffi::c_void) -> $crate::ncclResult_t;
+        ncclCommDeregister = "ncclCommDeregister", 22803: fn(comm: $crate::ncclComm_t, handle: *mut $crate::ffi::c_void) -> $crate::ncclResult_t;
         /// Makes a window of memory that every rank registers; succeeds with null where windows are not supported.
-        ncclCommWindowRegister = "ncclCommWindowRegister", 22809: fn(comm: $crate::ncclComm_t, buff: *mut $crate::ffi::c_void, size: usize, win: *mut $crate::ncclWindow_t, winFlags: $crate::ffi::c_int) -> $crate::ncclResult_t;
+        ncclCommWindowRegister = "ncclCommWindowRegister", 22803: fn(comm: $crate::ncclComm_t, buff: *mut $crate::ffi::c_void, size: usize, win: *mut $crate::ncclWindow_t, winFlags: $crate::ffi::c_int) -> $crate::ncclResult_t;
         /// Gives a window back.
-        ncclCommWindowDeregister = "ncclCommWindowDeregister", 22809: fn(comm: $crate::ncclComm_t, win: $crate::ncclWindow_t) -> $crate::ncclResult_t;
+        ncclCommWindowDeregister = "ncclCommWindowDeregister", 22803: fn(comm: $crate::ncclComm_t, win: $crate::ncclWindow_t) -> $crate::ncclResult_t;
         /// Address that a window was registered with, or null.
         ncclWinGetUserPtr = "ncclWinGetUserPtr", 22907: fn(comm: $crate::ncclComm_t, win: $crate::ncclWindow_t, outUserPtr: *mut *mut $crate::ffi::c_void) -> $crate::ncclResult_t;
         /// Address, on this device, of a byte of an LSA peer's window.
@@ -98,31 +98,31 @@ macro_rules! for_each_function {
         /// What a communicator supports.
         ncclCommQueryProperties = "ncclCommQueryProperties", 22907: fn(comm: $crate::ncclComm_t, props: *mut $crate::ncclCommProperties_t) -> $crate::ncclResult_t;
         /// Creates a device communicator; collective.
-        ncclDevCommCreate = "ncclDevCommCreate", 22809: fn(comm: $crate::ncclComm_t, reqs: *const $crate::ncclDevCommRequirements_t, outDevComm: *mut $crate::ncclDevComm_t) -> $crate::ncclResult_t;
+        ncclDevCommCreate = "ncclDevCommCreate", 22803: fn(comm: $crate::ncclComm_t, reqs: *const $crate::ncclDevCommRequirements_t, outDevComm: *mut $crate::ncclDevComm_t) -> $crate::ncclResult_t;
         /// Destroys a device communicator.
-        ncclDevCommDestroy = "ncclDevCommDestroy", 22809: fn(comm: $crate::ncclComm_t, devComm: *const $crate::ncclDevComm_t) -> $crate::ncclResult_t;
+        ncclDevCommDestroy = "ncclDevCommDestroy", 22803: fn(comm: $crate::ncclComm_t, devComm: *const $crate::ncclDevComm_t) -> $crate::ncclResult_t;
         /// Resources that barriers of an LSA team need.
-        ncclLsaBarrierCreateRequirement = "ncclLsaBarrierCreateRequirement", 22809: fn(team: $crate::ncclTeam_t, nBarriers: $crate::ffi::c_int, outHandle: *mut $crate::ncclLsaBarrierHandle_t, outReq: *mut $crate::ncclDevResourceRequirements_t) -> $crate::ncclResult_t;
+        ncclLsaBarrierCreateRequirement = "ncclLsaBarrierCreateRequirement", 22803: fn(team: $crate::ncclTeam_t, nBarriers: $crate::ffi::c_int, outHandle: *mut $crate::ncclLsaBarrierHandle_t, outReq: *mut $crate::ncclDevResourceRequirements_t) -> $crate::ncclResult_t;
         /// Resources that barriers over GIN need.
         ncclGinBarrierCreateRequirement = "ncclGinBarrierCreateRequirement", 22809: fn(comm: $crate::ncclComm_t, team: $crate::ncclTeam_t, nBarriers: $crate::ffi::c_int, outHandle: *mut $crate::ncclGinBarrierHandle_t, outReq: *mut $crate::ncclDevResourceRequirements_t) -> $crate::ncclResult_t;
         /// Slots that a low-latency all-to-all needs for given elements.
-        ncclLLA2ACalcSlots = "ncclLLA2ACalcSlots", 22809: fn(maxElts: $crate::ffi::c_int, maxEltSize: $crate::ffi::c_int) -> $crate::ffi::c_int;
+        ncclLLA2ACalcSlots = "ncclLLA2ACalcSlots", 22803: fn(maxElts: $crate::ffi::c_int, maxEltSize: $crate::ffi::c_int) -> $crate::ffi::c_int;
         /// Resources that a low-latency all-to-all needs.
-        ncclLLA2ACreateRequirement = "ncclLLA2ACreateRequirement", 22809: fn(nBlocks: $crate::ffi::c_int, nSlots: $crate::ffi::c_int, outHandle: *mut $crate::ncclLLA2AHandle_t, outReq: *mut $crate::ncclDevResourceRequirements_t) -> $crate::ncclResult_t;
+        ncclLLA2ACreateRequirement = "ncclLLA2ACreateRequirement", 22803: fn(nBlocks: $crate::ffi::c_int, nSlots: $crate::ffi::c_int, outHandle: *mut $crate::ncclLLA2AHandle_t, outReq: *mut $crate::ncclDevResourceRequirements_t) -> $crate::ncclResult_t;
         /// All ranks of a communicator.
-        ncclTeamWorld = "ncclTeamWorld", 22809: fn(comm: $crate::ncclComm_t) -> $crate::ncclTeam_t;
+        ncclTeamWorld = "ncclTeamWorld", 22803: fn(comm: $crate::ncclComm_t) -> $crate::ncclTeam_t;
         /// The ranks whose memory this one can address by load and store.
-        ncclTeamLsa = "ncclTeamLsa", 22809: fn(comm: $crate::ncclComm_t) -> $crate::ncclTeam_t;
+        ncclTeamLsa = "ncclTeamLsa", 22803: fn(comm: $crate::ncclComm_t) -> $crate::ncclTeam_t;
         /// The ranks with the same place in their LSA teams.
-        ncclTeamRail = "ncclTeamRail", 22809: fn(comm: $crate::ncclComm_t) -> $crate::ncclTeam_t;
+        ncclTeamRail = "ncclTeamRail", 22803: fn(comm: $crate::ncclComm_t) -> $crate::ncclTeam_t;
         /// The ranks of a CFT team.
         ncclTeamCft = "ncclTeamCft", 23102: fn(comm: $crate::ncclComm_t, mode: $crate::ncclCftTeamMode_t) -> $crate::ncclTeam_t;
         /// The ranks of the CFT multicast team.
         ncclTeamCftMultimem = "ncclTeamCftMultimem", 23102: fn(comm: $crate::ncclComm_t) -> $crate::ncclTeam_t;
         /// World rank of a rank of a team.
-        ncclTeamRankToWorld = "ncclTeamRankToWorld", 22809: fn(comm: $crate::ncclComm_t, team: $crate::ncclTeam_t, rank: $crate::ffi::c_int) -> $crate::ffi::c_int;
+        ncclTeamRankToWorld = "ncclTeamRankToWorld", 22803: fn(comm: $crate::ncclComm_t, team: $crate::ncclTeam_t, rank: $crate::ffi::c_int) -> $crate::ffi::c_int;
         /// LSA rank of a rank of a team, or -1.
-        ncclTeamRankToLsa = "ncclTeamRankToLsa", 22809: fn(comm: $crate::ncclComm_t, team: $crate::ncclTeam_t, rank: $crate::ffi::c_int) -> $crate::ffi::c_int;
+        ncclTeamRankToLsa = "ncclTeamRankToLsa", 22803: fn(comm: $crate::ncclComm_t, team: $crate::ncclTeam_t, rank: $crate::ffi::c_int) -> $crate::ffi::c_int;
         /// Writes to a peer's window and signals, in stream order.
         ncclPutSignal = "ncclPutSignal", 22907: fn(localbuff: *const $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, peer: $crate::ffi::c_int, peerWin: $crate::ncclWindow_t, peerWinOffset: usize, sigIdx: $crate::ffi::c_int, ctx: $crate::ffi::c_int, flags: $crate::ffi::c_uint, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
         /// Signals a peer, in stream order.
@@ -130,23 +130,23 @@ macro_rules! for_each_function {
         /// Waits for signals, in stream order.
         ncclWaitSignal = "ncclWaitSignal", 22907: fn(nDesc: $crate::ffi::c_int, signalDescs: *mut $crate::ncclWaitSignalDesc_t, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
         /// Reduces to one rank.
-        ncclReduce = "ncclReduce", 22809: fn(sendbuff: *const $crate::ffi::c_void, recvbuff: *mut $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, op: $crate::ncclRedOp_t, root: $crate::ffi::c_int, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
+        ncclReduce = "ncclReduce", 22803: fn(sendbuff: *const $crate::ffi::c_void, recvbuff: *mut $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, op: $crate::ncclRedOp_t, root: $crate::ffi::c_int, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
         /// Sends one rank's buffer to all, in place.
-        ncclBcast = "ncclBcast", 22809: fn(buff: *mut $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, root: $crate::ffi::c_int, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
+        ncclBcast = "ncclBcast", 22803: fn(buff: *mut $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, root: $crate::ffi::c_int, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
         /// Sends one rank's buffer to all.
-        ncclBroadcast = "ncclBroadcast", 22809: fn(sendbuff: *const $crate::ffi::c_void, recvbuff: *mut $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, root: $crate::ffi::c_int, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
+        ncclBroadcast = "ncclBroadcast", 22803: fn(sendbuff: *const $crate::ffi::c_void, recvbuff: *mut $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, root: $crate::ffi::c_int, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
         /// Reduces to all ranks.
-        ncclAllReduce = "ncclAllReduce", 22809: fn(sendbuff: *const $crate::ffi::c_void, recvbuff: *mut $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, op: $crate::ncclRedOp_t, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
+        ncclAllReduce = "ncclAllReduce", 22803: fn(sendbuff: *const $crate::ffi::c_void, recvbuff: *mut $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, op: $crate::ncclRedOp_t, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
         /// Reduces, and gives each rank its part.
-        ncclReduceScatter = "ncclReduceScatter", 22809: fn(sendbuff: *const $crate::ffi::c_void, recvbuff: *mut $crate::ffi::c_void, recvcount: usize, datatype: $crate::ncclDataType_t, op: $crate::ncclRedOp_t, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
+        ncclReduceScatter = "ncclReduceScatter", 22803: fn(sendbuff: *const $crate::ffi::c_void, recvbuff: *mut $crate::ffi::c_void, recvcount: usize, datatype: $crate::ncclDataType_t, op: $crate::ncclRedOp_t, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
         /// Gives every rank all ranks' parts.
-        ncclAllGather = "ncclAllGather", 22809: fn(sendbuff: *const $crate::ffi::c_void, recvbuff: *mut $crate::ffi::c_void, sendcount: usize, datatype: $crate::ncclDataType_t, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
+        ncclAllGather = "ncclAllGather", 22803: fn(sendbuff: *const $crate::ffi::c_void, recvbuff: *mut $crate::ffi::c_void, sendcount: usize, datatype: $crate::ncclDataType_t, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
         /// Gives every rank its part of all ranks' buffers.
-        ncclAlltoAll = "ncclAlltoAll", 22809: fn(sendbuff: *const $crate::ffi::c_void, recvbuff: *mut $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
+        ncclAlltoAll = "ncclAlltoAll", 22803: fn(sendbuff: *const $crate::ffi::c_void, recvbuff: *mut $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
         /// Gives one rank all ranks' parts.
-        ncclGather = "ncclGather", 22809: fn(sendbuff: *const $crate::ffi::c_void, recvbuff: *mut $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, root: $crate::ffi::c_int, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
+        ncclGather = "ncclGather", 22803: fn(sendbuff: *const $crate::ffi::c_void, recvbuff: *mut $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, root: $crate::ffi::c_int, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
         /// Gives each rank its part of one rank's buffer.
-        ncclScatter = "ncclScatter", 22809: fn(sendbuff: *const $crate::ffi::c_void, recvbuff: *mut $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, root: $crate::ffi::c_int, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
+        ncclScatter = "ncclScatter", 22803: fn(sendbuff: *const $crate::ffi::c_void, recvbuff: *mut $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, root: $crate::ffi::c_int, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
         /// `ncclReduce` with options for this call.
         ncclReduceConfig = "ncclReduceConfig", 23102: fn(sendbuff: *const $crate::ffi::c_void, recvbuff: *mut $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, op: $crate::ncclRedOp_t, root: $crate::ffi::c_int, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t, config: *const $crate::ncclCollConfig_t) -> $crate::ncclResult_t;
         /// `ncclBroadcast` with options for this call.
@@ -164,13 +164,13 @@ macro_rules! for_each_function {
         /// `ncclScatter` with options for this call.
         ncclScatterConfig = "ncclScatterConfig", 23102: fn(sendbuff: *const $crate::ffi::c_void, recvbuff: *mut $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, root: $crate::ffi::c_int, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t, config: *const $crate::ncclCollConfig_t) -> $crate::ncclResult_t;
         /// Sends to a rank, in stream order.
-        ncclSend = "ncclSend", 22809: fn(sendbuff: *const $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, peer: $crate::ffi::c_int, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
+        ncclSend = "ncclSend", 22803: fn(sendbuff: *const $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, peer: $crate::ffi::c_int, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
         /// Receives from a rank, in stream order.
-        ncclRecv = "ncclRecv", 22809: fn(recvbuff: *mut $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, peer: $crate::ffi::c_int, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
+        ncclRecv = "ncclRecv", 22803: fn(recvbuff: *mut $crate::ffi::c_void, count: usize, datatype: $crate::ncclDataType_t, peer: $crate::ffi::c_int, comm: $crate::ncclComm_t, stream: $crate::cudaStream_t) -> $crate::ncclResult_t;
         /// Makes a reduction that scales before it sums.
-        ncclRedOpCreatePreMulSum = "ncclRedOpCreatePreMulSum", 22809: fn(op: *mut $crate::ncclRedOp_t, scalar: *mut $crate::ffi::c_void, datatype: $crate::ncclDataType_t, residence: $crate::ncclScalarResidence_t, comm: $crate::ncclComm_t) -> $crate::ncclResult_t;
+        ncclRedOpCreatePreMulSum = "ncclRedOpCreatePreMulSum", 22803: fn(op: *mut $crate::ncclRedOp_t, scalar: *mut $crate::ffi::c_void, datatype: $crate::ncclDataType_t, residence: $crate::ncclScalarResidence_t, comm: $crate::ncclComm_t) -> $crate::ncclResult_t;
         /// Destroys a reduction that was made.
-        ncclRedOpDestroy = "ncclRedOpDestroy", 22809: fn(op: $crate::ncclRedOp_t, comm: $crate::ncclComm_t) -> $crate::ncclResult_t;
+        ncclRedOpDestroy = "ncclRedOpDestroy", 22803: fn(op: $crate::ncclRedOp_t, comm: $crate::ncclComm_t) -> $crate::ncclResult_t;
         /// Handle of a parameter, by its name.
         ncclParamBind = "ncclParamBind", 23007: fn(out: *mut $crate::ncclParamHandle_t, key: *const $crate::ffi::c_char) -> $crate::ncclResult_t;
         /// Value of a parameter of 8 bits, signed.

@@ -1,4 +1,4 @@
-//! The structs whose layout is another in each generation.
+//! The structs whose layout is another in each generation. A struct that two of them share is declared in the newer one.
 
 macro_rules! generations {
     ($($module:ident: $release:literal, $since:literal;)*) => { $(
@@ -22,6 +22,7 @@ macro_rules! generations {
 }
 
 generations! {
+    v2_28_3: "2.28.3", "2.28.3";
     v2_28: "2.28", "2.28.9";
     v2_29: "2.29", "2.29.7";
     v2_30: "2.30", "2.30.7";
@@ -54,13 +55,14 @@ const _: () = {
     each!(ncclCommProperties: [v2_31];
         commHash ginMinStride ginConnectionType ginSupport devCommRuntimeVersionSize);
     // The configuration only grows at the end, from 2.28 on.
-    each!(ncclConfig_t: [v2_28 v2_29 v2_30 v2_31];
+    each!(ncclConfig_t: [v2_28_3 v2_28 v2_29 v2_30 v2_31];
         size magic version blocking cgaClusterSize minCTAs maxCTAs netName splitShare trafficClass commName
         collnetEnable CTAPolicy shrinkShare nvlsCTAs nChannelsPerNetPeer nvlinkCentricSched);
     each!(ncclConfig_t: [v2_29 v2_30 v2_31]; graphUsageMode numRmaCtx);
     each!(ncclConfig_t: [v2_30 v2_31]; maxP2pPeers graphStreamOrdering);
     // The part of a window that addresses are computed from is the same in every generation.
-    each!(ncclWindow_vidmem: [v2_28 v2_29 v2_30 v2_31];
-        winHost lsaFlatBase lsaRank worldRank stride4G mcOffset4K ginOffset4K);
+    each!(ncclWindow_vidmem: [v2_28_3 v2_28 v2_29 v2_30 v2_31];
+        winHost lsaFlatBase lsaRank worldRank stride4G mcOffset4K);
+    each!(ncclWindow_vidmem: [v2_28 v2_29 v2_30 v2_31]; ginOffset4K);
     assert!(size_of::<v2_31::ncclDevComm>() == size_of::<v2_32::ncclDevComm>());
 };

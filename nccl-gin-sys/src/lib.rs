@@ -6,7 +6,7 @@
 //! - finds the library at run time: nothing is linked, there is no build script, and neither NCCL nor CUDA is needed to build,
 //!   test or document a crate that uses it;
 //! - reads the library's version before anything else and refuses one that it does not know how to talk to;
-//! - declares each struct whose layout changed between releases once a generation ([`v2_28`] to [`v2_32`]), with sizes and offsets
+//! - declares each struct whose layout changed between releases once a generation ([`v2_28_3`] to [`v2_32`]), with sizes and offsets
 //!   asserted when the crate is compiled, and says which one the loaded library takes ([`Generation`]);
 //! - returns typed errors where the library, or one function of it, is missing, or where two different NCCLs are loaded;
 //! - finds the headers that belong to the loaded library ([`Nccl::include_dir`]), for device code compiled at run time;
@@ -33,8 +33,8 @@
 //! }
 //! ```
 //!
-//! The types are generated from NVIDIA's wheels and compared with those of 2.28.9, 2.29.7, 2.30.7, 2.31.2 and 2.32.3 by `cargo xtask
-//! abi-check`; what they mean is said in NVIDIA's NCCL documentation. C enums are newtypes with associated constants, so that a
+//! The types are generated from NVIDIA's wheels and compared with those of 2.28.3, 2.28.9, 2.29.7, 2.30.7, 2.31.2 and 2.32.3 by `cargo
+//! xtask abi-check`; what they mean is said in NVIDIA's NCCL documentation. C enums are newtypes with associated constants, so that a
 //! code that a newer library returns is a value like any other.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
@@ -64,7 +64,7 @@ pub use bindings::*;
 /// C types that the signatures use.
 pub use core::ffi;
 pub use error::{HeadersError, LoadError, MissingFunction, Tried, result_name};
-pub use layouts::{v2_28, v2_29, v2_30, v2_31, v2_32};
+pub use layouts::{v2_28, v2_28_3, v2_29, v2_30, v2_31, v2_32};
 pub use load::{LIBRARY_ENV, Origin};
 pub use table::{Function, Nccl};
 pub use version::{Generation, Version};

@@ -186,7 +186,8 @@ macro_rules! table {
                 match self { $(Self::$method => $symbol),* }
             }
 
-            /// The oldest checked release that has the function: one of 2.28.9, 2.29.7, 2.30.7, 2.31.2 and 2.32.3.
+            /// The oldest checked release that has the function: one of 2.28.3, 2.28.9, 2.29.7, 2.30.7, 2.31.2 and
+            /// 2.32.3.
             #[must_use]
             pub const fn since(self) -> Version {
                 match self { $(Self::$method => Version::from_code($since)),* }
@@ -224,7 +225,7 @@ macro_rules! table {
                 #[inline]
                 pub unsafe fn $method(&self, $($argument: $type),*) -> Result<$result, Box<MissingFunction>> {
                     let address = self.address(Function::$method)?;
-                    // SAFETY: the address was resolved for this name, and xtask compares the signature with the headers of five
+                    // SAFETY: the address was resolved for this name, and xtask compares the signature with the headers of six
                     // releases; for a custom loader its caller has promised the same.
                     let function = unsafe {
                         std::mem::transmute::<*const c_void, unsafe extern "C" fn($($type),*) -> $result>(address)

@@ -1,6 +1,6 @@
 //! Versions of NCCL, and the generations of struct layouts that they fall into.
 
-use crate::layouts::{v2_28, v2_29, v2_30, v2_31, v2_32};
+use crate::layouts::{v2_28, v2_28_3, v2_29, v2_30, v2_31, v2_32};
 use std::fmt;
 
 /// A version of NCCL, as `ncclGetVersion` counts: 22809 is 2.28.9.
@@ -9,7 +9,7 @@ pub struct Version(u32);
 
 impl Version {
     /// The oldest version that this crate talks to.
-    pub const OLDEST: Self = Self(22800);
+    pub const OLDEST: Self = Self(22803);
     /// The newest version whose headers it has been checked against.
     pub const NEWEST_CHECKED: Self = Self(23203);
 
@@ -49,7 +49,9 @@ impl fmt::Display for Version {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Generation {
-    /// 2.28: requirements without size, magic or version. A struct of a later generation makes the library crash.
+    /// 2.28.3: requirements without size, magic or version, and no GIN. A struct of a later generation makes the library crash.
+    V2_28_3,
+    /// 2.28.7 to 2.28.9: as before, with GIN. A struct of a later generation makes the library crash.
     V2_28,
     /// 2.29.5 to 2.29.7.
     V2_29,
@@ -63,11 +65,12 @@ pub enum Generation {
 
 impl Generation {
     /// The generation that a library of `version` takes, or `None` if this crate does not talk to that version: those before
-    /// 2.28, and 2.29.0 to 2.29.4, whose layouts are their own.
+    /// 2.28.3, those between 2.28.3 and 2.28.7, whose layouts are not known, and 2.29.0 to 2.29.4, whose layouts are their own.
     #[must_use]
     pub const fn of(version: Version) -> Option<Self> {
         match version.code() {
-            22800..=22899 => Some(Self::V2_28),
+            22803 => Some(Self::V2_28_3),
+            22807..=22899 => Some(Self::V2_28),
             22905..=22999 => Some(Self::V2_29),
             23000..=23099 => Some(Self::V2_30),
             23100..=23199 => Some(Self::V2_31),
@@ -80,6 +83,7 @@ impl Generation {
     #[must_use]
     pub const fn newest(self) -> Version {
         Version(match self {
+            Self::V2_28_3 => 22803,
             Self::V2_28 => 22809,
             Self::V2_29 => 22907,
             Self::V2_30 => 23007,
@@ -99,6 +103,7 @@ impl Generation {
     #[must_use]
     pub const fn requirements_size(self) -> usize {
         match self {
+            Self::V2_28_3 => size_of::<v2_28_3::ncclDevCommRequirements>(),
             Self::V2_28 => size_of::<v2_28::ncclDevCommRequirements>(),
             Self::V2_29 => size_of::<v2_29::ncclDevCommRequirements>(),
             Self::V2_30 => size_of::<v2_30::ncclDevCommRequirements>(),
@@ -111,6 +116,7 @@ impl Generation {
     #[must_use]
     pub const fn dev_comm_size(self) -> usize {
         match self {
+            Self::V2_28_3 => size_of::<v2_28_3::ncclDevComm>(),
             Self::V2_28 => size_of::<v2_28::ncclDevComm>(),
             Self::V2_29 => size_of::<v2_29::ncclDevComm>(),
             Self::V2_30 => size_of::<v2_30::ncclDevComm>(),
@@ -123,7 +129,7 @@ impl Generation {
     #[must_use]
     pub const fn properties_size(self) -> Option<usize> {
         match self {
-            Self::V2_28 => None,
+            Self::V2_28_3 | Self::V2_28 => None,
             Self::V2_29 => Some(size_of::<v2_29::ncclCommProperties>()),
             Self::V2_30 => Some(size_of::<v2_30::ncclCommProperties>()),
             Self::V2_31 => Some(size_of::<v2_31::ncclCommProperties>()),
@@ -135,6 +141,7 @@ impl Generation {
     #[must_use]
     pub const fn config_size(self) -> usize {
         match self {
+            Self::V2_28_3 => size_of::<v2_28_3::ncclConfig_t>(),
             Self::V2_28 => size_of::<v2_28::ncclConfig_t>(),
             Self::V2_29 => size_of::<v2_29::ncclConfig_t>(),
             Self::V2_30 => size_of::<v2_30::ncclConfig_t>(),
@@ -161,7 +168,11 @@ mod tests {
         let of = |code| Generation::of(Version::from_code(code));
         assert_eq!(of(2708), None);
         assert_eq!(of(22703), None);
-        assert_eq!(of(22800), Some(Generation::V2_28));
+        assert_eq!(of(22803), Some(Generation::V2_28_3));
+        for code in [22800, 22802, 22804, 22806] {
+            assert_eq!(of(code), None, "{code}");
+        }
+        assert_eq!(of(22807), Some(Generation::V2_28));
         assert_eq!(of(22809), Some(Generation::V2_28));
         for code in 22900..22905 {
             assert_eq!(of(code), None, "{code}");
@@ -190,11 +201,12 @@ mod tests {
 
     #[test]
     fn sizes_are_those_of_the_wheels() {
-        use Generation::{V2_28, V2_29, V2_30, V2_31, V2_32};
-        let all = [V2_28, V2_29, V2_30, V2_31, V2_32];
-        assert_eq!(all.map(Generation::requirements_size), [56, 88, 96, 120, 120]);
-        assert_eq!(all.map(Generation::dev_comm_size), [200, 224, 240, 248, 248]);
-        assert_eq!(all.map(Generation::properties_size), [None, Some(56), Some(56), Some(144), Some(152)]);
-        assert_eq!(all.map(Generation::config_size), [80, 88, 96, 112, 120]);
+        use Generation::{V2_28, V2_28_3, V2_29, V2_30, V2_31, V2_32};
+        let all = [V2_28_3, V2_28, V2_29, V2_30, V2_31, V2_32];
+        assert_eq!(all.map(Generation::requirements_size), [24, 56, 88, 96, 120, 120]);
+        assert_eq!(all.map(Generation::dev_comm_size), [88, 200, 224, 240, 248, 248]);
+        let properties = [None, None, Some(56), Some(56), Some(144), Some(152)];
+        assert_eq!(all.map(Generation::properties_size), properties);
+        assert_eq!(all.map(Generation::config_size), [80, 80, 88, 96, 112, 120]);
     }
 }

@@ -210,7 +210,7 @@ impl Communicator {
     /// NCCL's error, or [`Error::Gone`].
     #[doc(alias = "ncclCommQueryProperties")]
     pub fn properties(&self) -> Result<Properties> {
-        if self.nccl().generation() == Generation::V2_28 {
+        if self.nccl().generation() <= Generation::V2_28 {
             return Ok(Properties {
                 rank: self.rank(),
                 size: self.size(),

@@ -7,7 +7,9 @@ use crate::error::{Error, Result};
 use crate::pending::Pending;
 use crate::properties::Support;
 use crate::requirements::{DEV_COMM_CAPACITY, DevCommRequirements, Limits};
-use nccl_gin_sys::{Function, Generation, Version, ncclDevComm_t, v2_28, v2_29, v2_30, v2_32};
+use nccl_gin_sys::{
+    Function, Generation, Version, ncclDevComm_t, ncclLsaBarrierHandle, v2_28, v2_28_3, v2_29, v2_30, v2_32,
+};
 use std::ffi::c_void;
 use std::fmt;
 use std::mem::offset_of;
@@ -197,34 +199,40 @@ impl DevCommInfo {
         let count = |offset: usize| u32::try_from(block.get::<i32>(offset)).unwrap_or(0);
         let byte = |offset: usize| u32::from(block.as_slice()[offset]);
         macro_rules! decode {
-            ($module:ident, $barriers:ty, connections: $connections:ident, contexts: $contexts:expr) => {
+            ($module:ident) => {
                 Self {
                     rank: count(offset_of!($module::ncclDevComm, rank)),
                     size: count(offset_of!($module::ncclDevComm, nRanks)),
                     lsa_rank: count(offset_of!($module::ncclDevComm, lsaRank)),
                     lsa_size: count(offset_of!($module::ncclDevComm, lsaSize)),
                     lsa_barriers: count(
-                        offset_of!($module::ncclDevComm, lsaBarrier) + offset_of!($barriers, nBarriers),
+                        offset_of!($module::ncclDevComm, lsaBarrier)
+                            + offset_of!(ncclLsaBarrierHandle, nBarriers),
                     ),
+                    gin_connections: 0,
+                    gin_contexts: 0,
+                    gin_signals: 0,
+                    gin_counters: 0,
+                }
+            };
+            ($module:ident, connections: $connections:ident, contexts: $width:ident) => {
+                Self {
                     gin_connections: byte(offset_of!($module::ncclDevComm, $connections)),
-                    gin_contexts: $contexts,
+                    gin_contexts: $width(offset_of!($module::ncclDevComm, ginContextCount)),
                     gin_signals: count(offset_of!($module::ncclDevComm, ginSignalCount)),
                     gin_counters: count(offset_of!($module::ncclDevComm, ginCounterCount)),
+                    ..decode!($module)
                 }
             };
         }
-        use nccl_gin_sys::ncclLsaBarrierHandle as Barriers;
         match generation {
-            // 2.28 has one context a connection.
-            Generation::V2_28 => decode!(v2_28, Barriers, connections: ginContextCount,
-                contexts: byte(offset_of!(v2_28::ncclDevComm, ginContextCount))),
-            Generation::V2_29 => decode!(v2_29, Barriers, connections: ginConnectionCount,
-                contexts: count(offset_of!(v2_29::ncclDevComm, ginContextCount))),
-            Generation::V2_30 => decode!(v2_30, Barriers, connections: ginConnectionCount,
-                contexts: count(offset_of!(v2_30::ncclDevComm, ginContextCount))),
+            // 2.28.3 has no GIN, and the rest of 2.28 one context a connection.
+            Generation::V2_28_3 => decode!(v2_28_3),
+            Generation::V2_28 => decode!(v2_28, connections: ginContextCount, contexts: byte),
+            Generation::V2_29 => decode!(v2_29, connections: ginConnectionCount, contexts: count),
+            Generation::V2_30 => decode!(v2_30, connections: ginConnectionCount, contexts: count),
             // 2.31 and 2.32 have one layout.
-            _ => decode!(v2_32, Barriers, connections: ginConnectionCount,
-                contexts: count(offset_of!(v2_32::ncclDevComm, ginContextCount))),
+            _ => decode!(v2_32, connections: ginConnectionCount, contexts: count),
         }
     }
 }
@@ -235,6 +243,18 @@ mod tests {
 
     #[test]
     fn each_layout_is_read_from_its_places() {
+        // 2.28.3 has no GIN; whatever stands behind its struct is not taken for it.
+        let mut block = Bytes::zeroed();
+        for (offset, value) in [(0, 1), (4, 2), (12, 3), (16, 4), (84, 5)] {
+            block.put::<u32>(offset, value);
+        }
+        for offset in (88..248).step_by(4) {
+            block.put::<u32>(offset, 0x0909_0909);
+        }
+        let info = DevCommInfo::decode(&block, Generation::V2_28_3);
+        let gin = (info.gin_connections, info.gin_contexts, info.gin_signals, info.gin_counters);
+        assert_eq!((info.rank, info.size, info.lsa_rank, info.lsa_size, info.lsa_barriers), (1, 2, 3, 4, 5));
+        assert_eq!(gin, (0, 0, 0, 0));
         // Offsets of rank, size, LSA rank, LSA size, barriers, connections, contexts (and their width), signals and counters.
         for (generation, at, narrow) in [
             (Generation::V2_28, [0, 4, 12, 16, 124, 136, 136, 180, 188], true),

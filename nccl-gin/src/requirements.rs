@@ -65,7 +65,7 @@ impl DevCommRequirements {
         }
     }
 
-    /// Barriers over all ranks, one for each CTA that uses them (`barrierCount`).
+    /// Barriers over all ranks, one for each CTA that uses them (`barrierCount`; NCCL 2.28.7 and later).
     pub const fn barriers(mut self, count: u32) -> Self {
         self.barriers = count;
         self
@@ -90,7 +90,7 @@ impl DevCommRequirements {
     }
 
     /// A low-latency all-to-all over the LSA team for so many CTAs, with so many slots each (`lsaLLA2ABlockCount`,
-    /// `lsaLLA2ASlotCount`); `ncclLLA2ACalcSlots` tells how many slots given elements need.
+    /// `lsaLLA2ASlotCount`); `ncclLLA2ACalcSlots` tells how many slots given elements need. NCCL 2.28.7 and later.
     #[doc(alias = "ncclLLA2ACalcSlots")]
     pub const fn all_to_all(mut self, blocks: u32, slots: u32) -> Self {
         self.all_to_all_blocks = blocks;
@@ -106,7 +106,7 @@ impl DevCommRequirements {
         self
     }
 
-    /// GIN, to these ranks (`ginConnectionType`; in NCCL 2.28, which knows only [`GinConnection::Full`], `ginForceEnable`).
+    /// GIN, to these ranks (`ginConnectionType`; NCCL 2.28.7 and later, where 2.28 knows only [`GinConnection::Full`], `ginForceEnable`).
     pub const fn gin(mut self, connection: GinConnection) -> Self {
         self.gin = Some(connection);
         self

@@ -21,7 +21,7 @@ pub(crate) fn nccl_of(code: u32) -> Nccl {
             }
         };
     }
-    let version = versions!(22803 22809 22907 23003 23007 23102 23203 23305) as usize;
+    let version = versions!(22803 22807 22809 22907 23003 23007 23102 23203 23305) as usize;
     // SAFETY: the one function that is returned has the signature of ncclGetVersion.
     unsafe {
         Nccl::from_loader(

@@ -113,7 +113,7 @@ impl Window {
                 if raw.is_null() {
                     return Err(nothing());
                 }
-                let geometry = if inner.nccl.generation() == Generation::V2_28 {
+                let geometry = if inner.nccl.generation() <= Generation::V2_28 {
                     match window_2_28::Geometry::read(&inner.device, raw, inner.timeout) {
                         Ok(geometry) => Some(geometry),
                         Err(error) => {

@@ -5,13 +5,13 @@ use crate::communicator::inner::wait_until;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use cuda_vmm_sys::{CUdeviceptr, CUmemorytype_enum, CUpointer_attribute_enum, CUresult, CUstream_flags_enum};
-use nccl_gin_sys::{ncclWindow_t, v2_28};
+use nccl_gin_sys::{ncclWindow_t, v2_28_3};
 use std::mem::offset_of;
 use std::ptr;
 use std::time::{Duration, Instant};
 
-/// Bytes at the start of the struct that are read.
-const PREFIX: usize = 40;
+/// Bytes at the start of the struct that are read: all of it in 2.28.3, which has the smallest.
+const PREFIX: usize = size_of::<v2_28_3::ncclWindow_vidmem>();
 
 /// Where a window's memory lies in the LSA team's flat address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,8 +56,8 @@ impl Geometry {
         let word = |offset| field(offset).first_chunk().map_or(0, |bytes| usize::from_ne_bytes(*bytes));
         let half = |offset| field(offset).first_chunk().map_or(0, |bytes| u32::from_ne_bytes(*bytes));
         Self {
-            base: word(offset_of!(v2_28::ncclWindow_vidmem, lsaFlatBase)),
-            stride: half(offset_of!(v2_28::ncclWindow_vidmem, stride4G)),
+            base: word(offset_of!(v2_28_3::ncclWindow_vidmem, lsaFlatBase)),
+            stride: half(offset_of!(v2_28_3::ncclWindow_vidmem, stride4G)),
         }
     }
 
@@ -76,7 +76,7 @@ fn copy(device: &Device, window: ncclWindow_t, timeout: Duration) -> Result<[u8;
     unsafe { driver.cuStreamCreate(&mut stream, CUstream_flags_enum::CU_STREAM_NON_BLOCKING.0) }
         .map_err(Error::driver(attempt))?;
     let mut prefix = Box::new([0; PREFIX]);
-    // SAFETY: the source is device memory of at least 72 bytes (the struct's size in 2.28), the destination holds what is copied and
+    // SAFETY: the source is device memory of at least as many bytes: no release has a smaller struct. The destination holds what is copied and
     // lives until the stream has ended.
     let started = unsafe {
         driver.cuMemcpyDtoHAsync(prefix.as_mut_ptr().cast(), window as CUdeviceptr, PREFIX, stream)

@@ -4,7 +4,7 @@ use integration_tests::gpu::skipped;
 use integration_tests::nccl_headers::NcclHeaders;
 use integration_tests::nvrtc::{Nvrtc, wheels};
 
-const RELEASES: [&str; 5] = ["2.28.9", "2.29.7", "2.30.7", "2.31.2", "2.32.3"];
+const RELEASES: [&str; 6] = ["2.28.3", "2.28.9", "2.29.7", "2.30.7", "2.31.2", "2.32.3"];
 const ARCHITECTURES: [&str; 2] = ["sm_90", "sm_100"];
 
 fn compiler(test: &str) -> Option<Nvrtc> {

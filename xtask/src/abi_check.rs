@@ -21,8 +21,8 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     ("constant CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX", "counts the attributes of one version"),
 ];
 
-/// Runs the check.
-pub fn check() -> Result<()> {
+/// Runs the check; with `all_releases` over the NCCL releases in between too.
+pub fn check(all_releases: bool) -> Result<()> {
     need_libclang()?;
     let (bindings, list) = generate()?;
     for (path, fresh) in FILES.iter().zip([bindings, list]) {
@@ -39,7 +39,7 @@ pub fn check() -> Result<()> {
     for headers in CUDA_HEADERS {
         compare(headers, &ours, &newest)?;
     }
-    crate::nccl_abi::check()
+    crate::nccl_abi::check(all_releases)
 }
 
 fn compare(headers: &CudaHeaders, ours: &BTreeMap<String, String>, newest: &Parsed) -> Result<()> {

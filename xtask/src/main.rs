@@ -16,7 +16,7 @@ const USAGE: &str = "\
 cargo xtask <task>
 
   test        everything CI runs: fmt, clippy, build, tests, doc, abi-check
-  abi-check   compares the bindings with several versions of NVIDIA's headers
+  abi-check   compares the bindings with several versions of NVIDIA's headers; `abi-check all` with more of NCCL's
   kernels     compiles all kernels with NVRTC from PyPI, into a folder if one is named
   bindgen     generates the bindings of cuda-vmm-sys and nccl-gin-sys again
 ";
@@ -33,7 +33,7 @@ fn main() -> std::process::ExitCode {
 
 fn task(name: Option<&str>) -> Result<()> {
     match name {
-        Some("abi-check") => abi_check::check(),
+        Some("abi-check") => abi_check::check(std::env::args().nth(2).as_deref() == Some("all")),
         Some("bindgen") => bindgen::write().and_then(|()| nccl_bindgen::write()),
         Some("kernels") => kernels::check(std::env::args().nth(2).as_deref()),
         Some("test") => test::test(),

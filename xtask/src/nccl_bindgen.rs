@@ -32,12 +32,18 @@ const fn nccl(version: &'static str, code: u32, module: &'static str) -> Nccl {
 
 /// One release a generation, oldest first.
 pub const RELEASES: &[Nccl] = &[
+    nccl("2.28.3", 22803, "v2_28_3"),
     nccl("2.28.9", 22809, "v2_28"),
     nccl("2.29.7", 22907, "v2_29"),
     nccl("2.30.7", 23007, "v2_30"),
     nccl("2.31.2", 23102, "v2_31"),
     nccl("2.32.3", 23203, "v2_32"),
 ];
+
+/// Other releases that the crates talk to in the layouts of a generation above. `xtask abi-check all` compares them; they are large, so
+/// that CI does without.
+pub const BETWEEN: &[Nccl] =
+    &[nccl("2.28.7", 22807, "v2_28"), nccl("2.30.3", 23003, "v2_30"), nccl("2.30.4", 23004, "v2_30")];
 
 /// CUDA's headers, as NCCL's include them: wheel, version, folder inside it.
 const CUDA_WHEELS: [(&str, &str, &str); 3] = [
@@ -144,7 +150,7 @@ pub fn type_name(item: &syn::Item) -> Option<String> {
 }
 
 /// The versioned structs of one release.
-fn layouts(release: &Nccl, common: &Common) -> Result<Vec<syn::Item>> {
+pub fn layouts(release: &Nccl, common: &Common) -> Result<Vec<syn::Item>> {
     let mut builder = builder(release)?;
     for (pattern, name) in VERSIONED {
         builder = builder.allowlist_type(pattern).allowlist_type(name);
@@ -250,14 +256,77 @@ pub fn generate() -> Result<Vec<(String, String)>> {
     }
     list.push_str("    } };\n}\n");
     files.push(("nccl-gin-sys/src/functions.rs".to_owned(), list));
-    for release in RELEASES {
-        let items = layouts(release, common)?;
-        files.push((
-            format!("nccl-gin-sys/src/layouts/{}.rs", release.module),
-            format!("{NOTE}\nuse crate::bindings::*;\n{}", unparse(items)),
-        ));
+    let mut newer: Option<(&str, Module)> = None;
+    for release in RELEASES.iter().rev() {
+        let mut module = Module::new(layouts(release, common)?);
+        if let Some((name, newer)) = &newer {
+            module.share(name, newer);
+        }
+        files.push((format!("nccl-gin-sys/src/layouts/{}.rs", release.module), module.text()));
+        newer = Some((release.module, module));
     }
     Ok(files)
+}
+
+/// The layouts of one generation: each type's declaration, with the assertions and implementations that go with it.
+struct Module {
+    /// Names of the types, in the headers' order.
+    order: Vec<String>,
+    types: BTreeMap<String, Vec<syn::Item>>,
+    /// Types that are the same in a newer generation, and the module that declares them.
+    shared: BTreeMap<String, String>,
+}
+
+impl Module {
+    fn new(items: Vec<syn::Item>) -> Self {
+        let mut order: Vec<String> = Vec::new();
+        let mut types = BTreeMap::<String, Vec<syn::Item>>::new();
+        for item in items {
+            order.extend(type_name(&item));
+            // What follows a declaration belongs to it.
+            types.entry(order.last().cloned().unwrap_or_default()).or_default().push(item);
+        }
+        Self { order, types, shared: BTreeMap::new() }
+    }
+
+    fn words(items: &[syn::Item]) -> Vec<String> {
+        let text: String = items.iter().map(|item| item.to_token_stream().to_string() + " ").collect();
+        text.split(' ').map(str::to_owned).collect()
+    }
+
+    /// Finds the types that `newer`, the module `name`, declares word for word the same, down to the types that they hold.
+    fn share(&mut self, name: &str, newer: &Self) {
+        let words: BTreeMap<_, _> = self.types.iter().map(|(ty, items)| (ty, Self::words(items))).collect();
+        let mut same: Vec<&String> = self.types.keys().collect();
+        same.retain(|ty| newer.types.get(*ty).is_some_and(|items| Self::words(items) == words[ty]));
+        loop {
+            let before = same.len();
+            let all = same.clone();
+            same.retain(|ty| {
+                words[ty].iter().all(|word| !self.types.contains_key(word) || all.contains(&word))
+            });
+            if same.len() == before {
+                break;
+            }
+        }
+        self.shared = same
+            .into_iter()
+            .map(|ty| (ty.clone(), newer.shared.get(ty).map_or(name, |owner| owner).to_owned()))
+            .collect();
+    }
+
+    fn text(&self) -> String {
+        let mut text = NOTE.to_owned();
+        for (ty, owner) in &self.shared {
+            writeln!(text, "pub use super::{owner}::{ty};").expect("a string");
+        }
+        let own = self.order.iter().filter(|ty| !self.shared.contains_key(*ty));
+        let own: Vec<_> = own.flat_map(|ty| self.types[ty].clone()).collect();
+        if !own.is_empty() {
+            write!(text, "\nuse crate::bindings::*;\n{}", unparse(own)).expect("a string");
+        }
+        text
+    }
 }
 
 /// Writes the generated files.

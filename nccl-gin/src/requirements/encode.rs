@@ -6,7 +6,9 @@ use crate::config::UNDEFINED;
 use crate::error::{Error, Result};
 use crate::hint::{NO_GIN, NO_SYMMETRIC_MEMORY};
 use crate::properties::{GinConnection, Support};
-use nccl_gin_sys::{Generation, NCCL_API_MAGIC, Nccl, Version, ncclDevCommRequirements_t, v2_28, v2_32};
+use nccl_gin_sys::{
+    Generation, NCCL_API_MAGIC, Nccl, Version, ncclDevCommRequirements_t, v2_28, v2_28_3, v2_32,
+};
 use std::mem::offset_of;
 
 /// Bytes that are always set aside for a device communicator: more than any known layout has.
@@ -47,10 +49,10 @@ impl DevCommRequirements {
         self.check_version(nccl)?;
         self.check_sense()?;
         self.check_support(limits)?;
-        if nccl.generation() == Generation::V2_28 {
-            self.encode_2_28(nccl)
-        } else {
-            self.encode_2_29(nccl, limits)
+        match nccl.generation() {
+            Generation::V2_28_3 => Ok(self.encode_2_28_3(nccl)),
+            Generation::V2_28 => Ok(self.encode_2_28(nccl)),
+            _ => self.encode_2_29(nccl, limits),
         }
     }
 
@@ -58,8 +60,10 @@ impl DevCommRequirements {
     fn check_version(&self, nccl: &Nccl) -> Result<()> {
         let stride = matches!(self.gin, Some(GinConnection::Stride(_)));
         for (set, what, since) in [
-            // 2.28.3 has device communicators too, but with other structs than 2.28.9: those are the oldest that were checked.
-            (true, "a device communicator", 22809),
+            // 2.28.3 has barriers of the LSA team and nothing else.
+            (self.gin.is_some(), "GIN", 22807),
+            (self.barriers > 0, "barriers over all ranks", 22807),
+            (self.all_to_all_blocks > 0, "all_to_all", 22807),
             (self.gin == Some(GinConnection::Rail), "a railed GIN connection", 22907),
             (self.gin_exclusive_contexts, "gin_exclusive_contexts", 22907),
             (self.gin_queue_depth.is_some(), "gin_queue_depth", 22907),
@@ -163,8 +167,17 @@ impl DevCommRequirements {
         Ok(())
     }
 
-    /// 2.28: no size, no magic, no version; a list pointer comes first, and GIN is only switched on.
-    fn encode_2_28(&self, nccl: &Nccl) -> Result<Encoded> {
+    /// 2.28.3: no size, no magic, no version; two lists, and what the LSA team gets. [`DevCommRequirements::check_version`] has refused
+    /// everything else.
+    fn encode_2_28_3(&self, nccl: &Nccl) -> Encoded {
+        let mut bytes = Bytes::zeroed();
+        bytes.put(offset_of!(v2_28_3::ncclDevCommRequirements, lsaMultimem), self.lsa_multimem);
+        bytes.put(offset_of!(v2_28_3::ncclDevCommRequirements, lsaBarrierCount), self.lsa_barriers);
+        Encoded { bytes, version: nccl.version(), dev_comm_size: Generation::V2_28_3.dev_comm_size() }
+    }
+
+    /// 2.28.7 to 2.28.9: the same without size, magic and version, and GIN, which is only switched on.
+    fn encode_2_28(&self, nccl: &Nccl) -> Encoded {
         let mut bytes = Bytes::zeroed();
         macro_rules! put {
             ($($field:ident = $value:expr;)*) => {
@@ -183,7 +196,7 @@ impl DevCommRequirements {
             ginSignalCount = self.gin_signals;
             ginCounterCount = self.gin_counters;
         }
-        Ok(Encoded { bytes, version: nccl.version(), dev_comm_size: Generation::V2_28.dev_comm_size() })
+        Encoded { bytes, version: nccl.version(), dev_comm_size: Generation::V2_28.dev_comm_size() }
     }
 
     /// 2.29 and later: one struct that grew at its end. All of it is filled; the size says how much the library reads.

@@ -168,7 +168,7 @@ fn success_with_nothing_is_an_error() {
 
 #[test]
 fn a_communicator_without_symmetric_memory_says_so_in_every_version() {
-    for version in [22809, 22907, 23007, 23102, 23203] {
+    for version in [22803, 22809, 22907, 23007, 23102, 23203] {
         let fake = Fake::new(version);
         world(|world| world.device_api = false);
         let comm = fake.comm();
@@ -220,7 +220,7 @@ fn failures_name_function_code_text_and_remedy() {
 
 #[test]
 fn each_call_of_a_communicator_may_fail_and_leaves_it_usable() {
-    for version in [22809, 23203] {
+    for version in [22803, 22809, 23203] {
         let fake = Fake::new(version);
         let comm = fake.comm();
         let memory = fake.memory(&[(MIB2, Kind::Device)]);
@@ -380,7 +380,7 @@ fn closing_may_fail_on_the_way() {
 
 #[test]
 fn structs_that_make_no_sense_are_refused() {
-    for version in [22809, 22907, 23007, 23102, 23203] {
+    for version in [22803, 22809, 22907, 23007, 23102, 23203] {
         let fake = Fake::new(version);
         let comm = fake.comm();
         world(|world| world.garbled = true);
@@ -413,6 +413,24 @@ fn what_the_library_lacks_is_named() {
         &comm.create_dev_comm(&requirements).unwrap_err(),
         &["a railed GIN connection", "2.29.7 or newer"],
     );
+    comm.close().unwrap();
+    fake.finish();
+
+    // 2.28.3 has device communicators without GIN, and cannot be revoked.
+    let fake = Fake::new(22803);
+    let comm = fake.comm();
+    for (requirements, what) in [
+        (DevCommRequirements::new().gin(GinConnection::Full), "GIN cannot be had"),
+        (DevCommRequirements::new().barriers(1), "barriers over all ranks cannot be had"),
+        (DevCommRequirements::new().all_to_all(1, 8), "all_to_all cannot be had"),
+    ] {
+        let error = comm.create_dev_comm(&requirements).unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+        contains(&error, &[what, "it needs NCCL 2.28.7 or newer, and 2.28.3 is loaded"]);
+    }
+    let error = comm.revoke().unwrap_err();
+    assert!(matches!(error, Error::Missing(_)), "{error}");
+    contains(&error, &["ncclCommRevoke is not in NCCL 2.28.3", "NCCL 2.28.9 has it"]);
     comm.close().unwrap();
     fake.finish();
 

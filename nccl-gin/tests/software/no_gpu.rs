@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-const RELEASES: [&str; 5] = ["2.28.9", "2.29.7", "2.30.7", "2.31.2", "2.32.3"];
+const RELEASES: [&str; 6] = ["2.28.3", "2.28.9", "2.29.7", "2.30.7", "2.31.2", "2.32.3"];
 const LIBRARY: &str = "NCCL_GIN_TEST_LIBRARY";
 
 /// Says so past the test runner's capture, which hides what passing tests print.

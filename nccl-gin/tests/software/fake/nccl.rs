@@ -2,7 +2,8 @@
 
 use super::{World, device_api, world};
 use nccl_gin::sys::{
-    Generation, Version, ncclComm_t, ncclConfig_t, ncclResult_t, ncclUniqueId, v2_28, v2_29, v2_30, v2_32,
+    Generation, Version, ncclComm_t, ncclConfig_t, ncclResult_t, ncclUniqueId, v2_28, v2_28_3, v2_29, v2_30,
+    v2_32,
 };
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
@@ -50,7 +51,6 @@ pub(super) fn resolve(name: &CStr) -> *const c_void {
         b"ncclCommCount" => count as *const c_void,
         b"ncclCommSplit" => split as *const c_void,
         b"ncclCommShrink" => shrink as *const c_void,
-        b"ncclCommRevoke" => revoke as *const c_void,
         b"ncclCommFinalize" => finalize as *const c_void,
         b"ncclCommDestroy" => destroy as *const c_void,
         b"ncclCommAbort" => abort as *const c_void,
@@ -64,6 +64,8 @@ pub(super) fn resolve(name: &CStr) -> *const c_void {
         b"ncclTeamRail" => device_api::team_rail as *const c_void,
         b"ncclGroupStart" => group_start as *const c_void,
         b"ncclGroupEnd" => group_end as *const c_void,
+        // Since 2.28.7.
+        b"ncclCommRevoke" if world(|world| world.version) >= 22807 => revoke as *const c_void,
         // Since 2.29.
         _ if old => ptr::null(),
         b"ncclCommQueryProperties" => device_api::query as *const c_void,
@@ -235,7 +237,8 @@ fn finish(world: &mut World, id: usize) {
         Outcome::Window(buffer) => {
             // 2.28 without symmetric memory hands out a host structure; the fake's is no window.
             let host = world.version < 22900 && !world.device_api;
-            let mut window = Box::new(v2_28::ncclWindow_vidmem::default());
+            // The smallest struct there is: whoever reads behind it is found by a sanitizer.
+            let mut window = Box::new(v2_28_3::ncclWindow_vidmem::default());
             window.lsaFlatBase = ptr::without_provenance_mut(0x7e00_0000_0000);
             window.stride4G = 4;
             window.lsaRank = rank;
@@ -273,6 +276,7 @@ unsafe fn fill(version: u32, out: *mut c_void, (rank, size): (i32, i32), (lsa_ra
         }};
     }
     match Generation::of(Version::from_code(version)).unwrap() {
+        Generation::V2_28_3 => fill!(v2_28_3),
         Generation::V2_28 => fill!(v2_28),
         Generation::V2_29 => fill!(v2_29),
         Generation::V2_30 => fill!(v2_30),
@@ -411,7 +415,7 @@ unsafe extern "C" fn abort(comm: ncclComm_t) -> ncclResult_t {
 
 pub(super) fn free(window: usize) {
     // SAFETY: the fake made it as a box, and removed it from its ledger.
-    drop(unsafe { Box::from_raw(ptr::with_exposed_provenance_mut::<v2_28::ncclWindow_vidmem>(window)) });
+    drop(unsafe { Box::from_raw(ptr::with_exposed_provenance_mut::<v2_28_3::ncclWindow_vidmem>(window)) });
 }
 
 unsafe extern "C" fn group_start() -> ncclResult_t {

@@ -5,11 +5,14 @@ use cuda_vmm::sys::ffi::{c_int, c_void};
 use cuda_vmm::sys::{CUmemAllocationGranularity_flags, CUmemAllocationProp, CUresult, Driver};
 use cuda_vmm_emu::{Config, Emulator};
 use std::ptr;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 /// A driver with a name.
 #[derive(Debug)]
 pub struct Backend {
-    /// `nothing`, `emulator` or `gpu`.
+    /// `nothing`, `cold`, `emulator` or `gpu`.
     pub name: &'static str,
     /// The driver.
     pub cuda: Cuda,
@@ -31,6 +34,29 @@ pub fn all() -> Vec<Backend> {
     all
 }
 
+/// Whether calls that do nothing leave the caches cold.
+static COLD: AtomicBool = AtomicBool::new(false);
+
+/// Leaves the caches as a call does that goes into the kernel and waits there for long: other code has run, and other data has been touched.
+#[cold]
+fn cool() {
+    const LINES: usize = (16 << 20) / 64;
+    static OTHER: Mutex<Vec<[u8; 64]>> = Mutex::new(Vec::new());
+    let Ok(mut other) = OTHER.lock() else { return };
+    other.resize(LINES, [0; 64]);
+    for line in other.iter_mut() {
+        line[0] = line[0].wrapping_add(1);
+    }
+    std::thread::sleep(Duration::from_micros(50));
+}
+
+/// Runs `work` with a driver whose calls do nothing and leave the caches cold.
+pub fn cold(work: impl FnOnce(&Backend)) {
+    COLD.store(true, Ordering::Relaxed);
+    work(&Backend { name: "cold", cuda: nothing() });
+    COLD.store(false, Ordering::Relaxed);
+}
+
 /// One function for each of the table, with its signature, that does nothing, successfully. Results stay what the callers start with: zero.
 macro_rules! succeed {
     ($(
@@ -42,6 +68,9 @@ macro_rules! succeed {
         fn succeeding(symbol: &[u8]) -> *const c_void {
             $(
                 extern "C" fn $method($($argument: $type),*) -> CUresult {
+                    if COLD.load(Ordering::Relaxed) {
+                        cool();
+                    }
                     CUresult::CUDA_SUCCESS
                 }
                 if symbol == $symbol.as_bytes() {

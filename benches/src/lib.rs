@@ -3,3 +3,4 @@
 pub mod backend;
 pub mod nccl;
 pub mod raw;
+pub mod watched;

@@ -293,8 +293,18 @@ pub(crate) trait Attempt<T> {
 impl<T> Attempt<T> for std::result::Result<T, CallError> {
     #[inline]
     fn attempt(self, what: impl FnOnce() -> String) -> Result<T> {
-        self.map_err(|source| Error::Call { attempt: what(), source })
+        match self {
+            Ok(value) => Ok(value),
+            Err(source) => Err(failed(source, what)),
+        }
     }
+}
+
+/// Out of line: after a call that took long the caches are cold, and code that does not run is not to be fetched.
+#[cold]
+#[inline(never)]
+fn failed(source: CallError, what: impl FnOnce() -> String) -> Error {
+    Error::Call { attempt: what(), source }
 }
 
 /// What to do about a failed call, where more can be said than the code's name.

@@ -4,7 +4,8 @@
 //! again. A difference is that of one such four, so that what drifts falls out, and so does what depends on the call before. Two differences are
 //! printed, each the median of all fours with its 95 % confidence interval:
 //! - end to end: of the whole operations. What it can resolve is the width of its interval: for a call that takes a millisecond and whose length
-//!   varies by a percent, not much below a microsecond.
+//!   varies by a percent, not much below a microsecond. It also holds what the driver takes more or less for the same call, depending on where its
+//!   arguments lie and what was done before.
 //! - outside of the driver: of what is left of each operation when the time between a call's entry into the driver and its return is taken off. It
 //!   does not depend on how long the call takes, and is the one that tells what the crate costs. It needs two readings of the clock in each call,
 //!   which both ways have.

@@ -16,6 +16,7 @@
 use std::io::Read;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 const TEST: &str = "INTEGRATION_TEST";
@@ -37,13 +38,15 @@ pub struct Peer {
     child: Child,
     name: String,
     patience: Duration,
+    /// Reads what the process prints, as it prints it: a full pipe would stop the process.
+    output: Option<JoinHandle<String>>,
 }
 
 impl Peer {
     /// Starts a process for a role, with more environment. `test` is the test's full name inside its file.
     #[must_use]
     pub fn spawn(test: &str, role: &str, environment: &[(&str, &str)]) -> Self {
-        let child = Command::new(std::env::current_exe().expect("the test's own executable"))
+        let mut child = Command::new(std::env::current_exe().expect("the test's own executable"))
             .args([test, "--exact", "--nocapture", "--test-threads=1"])
             .env(TEST, test)
             .env(ROLE, role)
@@ -53,7 +56,13 @@ impl Peer {
             .stderr(Stdio::inherit())
             .spawn()
             .expect("starting another process of the test");
-        Self { child, name: format!("{test} as {role}"), patience: PATIENCE }
+        let mut pipe = child.stdout.take().expect("the pipe that was asked for");
+        let output = std::thread::spawn(move || {
+            let mut bytes = Vec::new();
+            pipe.read_to_end(&mut bytes).ok();
+            String::from_utf8_lossy(&bytes).into_owned()
+        });
+        Self { child, name: format!("{test} as {role}"), patience: PATIENCE, output: Some(output) }
     }
 
     /// Waits longer, or less long.
@@ -78,10 +87,9 @@ impl Peer {
     /// Waits for the process to end, and fails the test if it failed, did not run the test, or takes too long.
     pub fn finish(mut self) {
         let status = self.wait();
-        let mut output = String::new();
-        if let Some(mut pipe) = self.child.stdout.take() {
-            pipe.read_to_string(&mut output).expect("reading another process's output");
-        }
+        let output =
+            self.output.take().map(|reader| reader.join().expect("reading another process's output"));
+        let output = output.unwrap_or_default();
         assert!(status.success(), "{}: {status}\n{output}", self.name);
         assert!(output.contains("1 passed"), "{} ran no test:\n{output}", self.name);
     }

@@ -8,7 +8,7 @@ mod queue;
 mod watch;
 
 use crate::comm::Comm;
-use crate::cuda::{Copies, Stream, Words};
+use crate::cuda::{Copies, Stream, Words, warm_up};
 use crate::error::{Error, Result};
 use crate::idle::Idle;
 use crate::log::warning;
@@ -47,15 +47,18 @@ pub(crate) struct Agent {
 impl Agent {
     /// The context must be current.
     pub(crate) fn new(comm: Arc<Comm>) -> Result<Self> {
-        let queues = (0..STREAMS)
+        let queues: Vec<Queue> = (0..STREAMS)
             .map(|index| Ok(Queue::new(Stream::new(&comm.cuda)?, index)))
             .collect::<Result<_>>()?;
+        let staging = Stream::new(&comm.cuda)?;
+        let streams = queues.iter().map(|queue| &queue.stream).chain([&staging]);
+        warm_up(&comm.cuda, streams, comm.settings.timeout)?;
         Ok(Self {
             queues,
             next: vec![0; comm.ranks()],
             adder: Adder::new(&comm.cuda, comm.settings.timeout)?,
             watch: Watch::new(comm.ranks()),
-            staging: Stream::new(&comm.cuda)?,
+            staging,
             copies: Copies::default(),
             words: Words::default(),
             comm,

@@ -2,9 +2,11 @@
 
 mod pinned;
 mod stream;
+mod warm;
 
 pub(crate) use pinned::Pinned;
 pub(crate) use stream::{Copies, Stream, Words};
+pub(crate) use warm::warm_up;
 
 use crate::error::{Error, Result};
 use cuda_vmm_sys::{

@@ -3,8 +3,7 @@
 use crate::arguments;
 use crate::board::Board;
 use crate::suite::with_dev;
-use crate::world::{DST, SRC, Shape, World, start};
-use integration_tests::process::role;
+use crate::world::{DST, SRC, Shape, World, rank_of, start};
 use nccl_gin::sys::ncclResult_t;
 use std::time::{Duration, Instant};
 
@@ -22,9 +21,8 @@ fn a_killed_rank_over_tcp() {
 
 fn killed(test: &str, environment: &[(&str, &str)]) {
     let shape = Shape::new(2, 2);
-    if let Some(role) = role(test) {
-        let path = std::path::PathBuf::from(std::env::var_os("GIN_TEST_BOARD").expect("the board's path"));
-        return survive_or_die(role.parse().unwrap(), shape, Board::open(&path));
+    if let Some((rank, board)) = rank_of(test) {
+        return survive_or_die(rank, shape, board);
     }
     let Some((_folder, mut peers)) = start(test, shape, environment) else { return };
     let victim = peers.pop().expect("two processes");
@@ -47,7 +45,7 @@ fn survive_or_die(rank: usize, shape: Shape, board: Board) {
         rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).unwrap();
     }
     // A kernel waits for a signal of the dead, until its own deadline: it must not be in the way of the error.
-    let mut arguments = arguments![1u32, 1u64, 8_000_000_000u64, report];
+    let mut arguments = arguments![1u32, 1u64, 4_000_000_000u64, report];
     world.gpu.launch("wait_in_vain", 1, 1, &mut with_dev(&world, &mut arguments));
     let start = Instant::now();
     loop {

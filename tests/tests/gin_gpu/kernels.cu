@@ -73,6 +73,22 @@ extern "C" __global__ void put(ncclDevComm dc, int context, ncclWindow_t w, size
   if (reached_by_all([&] { return gin.readSignal(signal); }, expect, report)) verify(w, dst, n, from, salt, report);
 }
 
+#if NCCL_VERSION_CODE >= 23007
+// The same in a window of several segments, device memory and host memory: NCCL must be told, and splits puts where segments end.
+extern "C" __global__ void put_segments(ncclDevComm dc, ncclWindow_t w, size_t src, size_t dst, size_t n, int peer, int from,
+                                        unsigned signal, u64 expect, int salt, u64* report) {
+  ncclGin gin(dc, 0);
+  fill(w, src, n, dc.rank, salt);
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x == 0)
+    gin.put(ncclTeamWorld(dc), peer, w, dst, w, src, n, ncclGin_SignalInc{signal}, ncclGin_None{}, ncclCoopThread{},
+            ncclGin_None{}, cuda::thread_scope_thread, cuda::thread_scope_system, ncclGinOptFlagsDefault,
+            ncclGin_SegmentMixed{});
+  if (reached_by_all([&] { return gin.readSignal(signal); }, expect, report)) verify(w, dst, n, from, salt, report);
+}
+#endif
+
 // The same along a rail, whose ranks are all that a RAIL connection reaches.
 extern "C" __global__ void put_rail(ncclDevComm dc, int context, ncclWindow_t w, size_t src, size_t dst, size_t n, unsigned signal,
                                     u64 expect, int salt, u64* report) {

@@ -1,4 +1,4 @@
-//! A window of several segments: device memory, and host memory behind it, in one range of addresses.
+//! A window of several segments: device memory, host memory behind it, and device memory again, in one range of addresses.
 
 use crate::arguments;
 use crate::board::Board;
@@ -35,6 +35,7 @@ fn segments(rank: usize, shape: Shape, board: Board) {
     let range = SegmentedRange::builder(cuda)
         .create(Properties::device(device.ordinal()).shareable(), DEVICE)
         .create(Properties::host_numa(node).shareable(), HOST)
+        .create(Properties::device(device.ordinal()).shareable(), DEVICE)
         .grant(Grant::device(device.ordinal()))
         .build()
         .unwrap();
@@ -48,15 +49,25 @@ fn segments(rank: usize, shape: Shape, board: Board) {
     let (to, from) = world.neighbours();
     let (w, report) = (world.window.as_raw() as u64, world.gpu.report());
     let half = DEVICE as u64;
-    // Device to device, device to host, host to device, host to host.
-    let routes = [(0, 4 * MIB as u64), (0, half), (half, 4 * MIB as u64), (half, half + 8 * MIB as u64)];
+    let mib = MIB as u64;
+    let second = half + HOST as u64;
+    // Device to device, device to host, host to device, host to host, and across a border at one end and at both.
+    let routes = [
+        (0, 4 * mib),
+        (0, half),
+        (half, 4 * mib),
+        (half, half + 8 * mib),
+        (0, half - mib),
+        (half - 2 * mib, 2 * mib),
+        (half - mib, second - 2 * mib),
+        (second - mib, half - 2 * mib),
+    ];
     for (index, (src, dst)) in routes.into_iter().enumerate() {
         for (inner, n) in [1000u64, 3 * MIB as u64].into_iter().enumerate() {
             let expect = (index * 2 + inner + 1) as u64;
-            let mut arguments =
-                arguments![0i32, w, src, dst, n, to, from, 0u32, expect, expect as i32, report];
+            let mut arguments = arguments![w, src, dst, n, to, from, 0u32, expect, expect as i32, report];
             let what = format!("{n} bytes from {src} to {dst}");
-            world.gpu.run(&what, "put", 1, 512, &mut with_dev(&world, &mut arguments));
+            world.gpu.run(&what, "put_segments", 1, 512, &mut with_dev(&world, &mut arguments));
             world.meet();
         }
     }

@@ -11,6 +11,7 @@ use nccl_gin::{
     Communicator, Config, DevComm, DevCommRequirements, Device, GinConnection, GinType, MemAlloc, UniqueId,
     Window, WindowFlags, WindowMemory,
 };
+use rustix::process::{Signal, set_parent_process_death_signal};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -76,14 +77,21 @@ fn plugin() -> Option<PathBuf> {
 
 /// Runs `body` on each rank, in a process of its own; or says why not.
 pub fn ranks(test: &str, shape: Shape, environment: &[(&str, &str)], body: impl FnOnce(usize, Board)) {
-    if let Some(role) = role(test) {
-        let path = PathBuf::from(std::env::var_os(BOARD).expect("the board's path"));
-        return body(role.parse().unwrap(), Board::open(&path));
+    if let Some((rank, board)) = rank_of(test) {
+        return body(rank, board);
     }
     let Some(running) = start(test, shape, environment) else { return };
     for peer in running.1 {
         peer.finish();
     }
+}
+
+/// The rank that this process is, if it is one. It dies with the process that started it: nothing is left on the GPU when a test is killed.
+pub fn rank_of(test: &str) -> Option<(usize, Board)> {
+    let role = role(test)?;
+    set_parent_process_death_signal(Some(Signal::KILL)).unwrap();
+    let path = PathBuf::from(std::env::var_os(BOARD).expect("the board's path"));
+    Some((role.parse().unwrap(), Board::open(&path)))
 }
 
 /// Starts the processes, if all that they need is here. The folder must outlive them.

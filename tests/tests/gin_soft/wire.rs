@@ -4,11 +4,19 @@ use crate::harness::{CONTEXTS, LIMIT, Rank};
 use crate::memory::Memory;
 use nccl_gin_soft::abi::gin_v13::GinConfig;
 use nccl_gin_soft::abi::rma_v14::RmaConfig;
-use nccl_gin_soft::abi::{Logger, ResultCode, SIGNAL_ADD};
+use nccl_gin_soft::abi::{LOG_WARN, Logger, ResultCode, SIGNAL_ADD};
 use nccl_gin_soft::{GIN_V12, GIN_V13, RMA_V14};
 use std::ffi::{CStr, c_char, c_int, c_ulong, c_void};
 use std::ptr::null_mut;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
+
+static WARNINGS: AtomicU64 = AtomicU64::new(0);
+
+/// Warnings of the plugin in this process so far.
+pub fn warnings() -> u64 {
+    WARNINGS.load(Ordering::Relaxed)
+}
 
 unsafe extern "C" fn logger(
     level: c_int,
@@ -18,6 +26,9 @@ unsafe extern "C" fn logger(
     _: *const c_char,
     text: *const c_char,
 ) {
+    if level == LOG_WARN {
+        WARNINGS.fetch_add(1, Ordering::Relaxed);
+    }
     if std::env::var_os("GIN_TEST_VERBOSE").is_some() {
         // SAFETY: the plugin passes one C string with the format "%s".
         let text = unsafe { CStr::from_ptr(text) };

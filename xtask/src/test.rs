@@ -1,6 +1,6 @@
 //! `xtask test`: everything CI runs, in the order that fails fastest.
 
-use crate::wheels::{root, run};
+use crate::wheels::{self, root, run};
 use anyhow::{Context, Result, bail};
 use std::io::{BufRead, BufReader};
 use std::process::Command;
@@ -9,24 +9,26 @@ use std::time::Instant;
 /// Crates that are published; each must package on its own.
 const PUBLISHED: &[&str] = &["cuda-vmm-sys", "cuda-vmm-emu", "cuda-vmm", "nccl-gin-sys", "nccl-gin"];
 
+/// Numbers of ranks whose kernels are compiled by nvcc: one, which has fewer kernels, the fewest with all of them, and the most.
+const AOT_RANKS: &str = "1,2,8";
+
 /// Runs every step and says how long each took.
 pub fn test() -> Result<()> {
     let start = Instant::now();
-    step("fmt", || cargo(&["fmt", "--all", "--check"]))?;
+    step("fmt", || run(Command::new("cargo").args(["fmt", "--all", "--check"]).current_dir(root())))?;
+    // Before the first build with all features: that of deepep-core's kernels needs nvcc.
+    step("wheels", || crate::nccl_bindgen::fetch().and_then(|()| wheels::nvcc().map(drop)))?;
     step("clippy", || {
         cargo(&["clippy", "--workspace", "--all-targets", "--all-features", "--", "-D", "warnings"])
     })?;
-    step("wheels", crate::nccl_bindgen::fetch)?;
     let mut counts = Counts::default();
     step("test", || {
         counts = tests(&["test", "--workspace", "--all-features", "--no-fail-fast"])?;
         Ok(())
     })?;
     step("doc", || {
-        run(Command::new("cargo")
-            .args(["doc", "--workspace", "--all-features", "--no-deps"])
-            .env("RUSTDOCFLAGS", "-D warnings")
-            .current_dir(root()))
+        let arguments = ["doc", "--workspace", "--all-features", "--no-deps"];
+        run(command(&arguments)?.env("RUSTDOCFLAGS", "-D warnings"))
     })?;
     step("package", || {
         let mut arguments = vec!["package", "--allow-dirty", "--no-verify", "--quiet"];
@@ -87,8 +89,8 @@ impl Counts {
 fn tests(arguments: &[&str]) -> Result<Counts> {
     // One stream, so that lines keep their order.
     let (reader, writer) = std::io::pipe()?;
-    let mut command = Command::new("cargo");
-    command.args(arguments).current_dir(root()).stdout(writer.try_clone()?).stderr(writer);
+    let mut command = command(arguments)?;
+    command.stdout(writer.try_clone()?).stderr(writer);
     let mut child = command.spawn().context("could not start cargo")?;
     // The pipe ends when the last process that holds it does; this one must not.
     drop(command);
@@ -116,7 +118,20 @@ fn step(name: &str, work: impl FnOnce() -> Result<()>) -> Result<()> {
 }
 
 fn cargo(arguments: &[&str]) -> Result<()> {
-    run(Command::new("cargo").args(arguments).current_dir(root()))
+    run(&mut command(arguments)?)
+}
+
+/// Cargo, for builds in which nvcc compiles deepep-core's kernels. The same for all steps, so that it does so once.
+fn command(arguments: &[&str]) -> Result<Command> {
+    let mut command = Command::new("cargo");
+    command.args(arguments).current_dir(root());
+    if std::env::var_os("NVCC").is_none() {
+        command.env("NVCC", wheels::nvcc()?);
+    }
+    if std::env::var_os("DEEPEP_AOT_RANKS").is_none() {
+        command.env("DEEPEP_AOT_RANKS", AOT_RANKS);
+    }
+    Ok(command)
 }
 
 #[cfg(test)]

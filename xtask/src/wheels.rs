@@ -18,24 +18,41 @@ pub fn target() -> PathBuf {
 ///
 /// `WHEELS_DIR` names a folder to use in place of `target/wheels`.
 pub fn wheel(name: &str, version: &str) -> Result<PathBuf> {
+    unpacked(&format!("{name}-{version}"), &[(name, version)])
+}
+
+/// nvcc with everything that it looks for beside itself, by its absolute path: build scripts run in other folders.
+pub fn nvcc() -> Result<PathBuf> {
+    let parts = [
+        ("nvidia-cuda-nvcc", "13.0.88"),
+        ("nvidia-nvvm", "13.0.88"),
+        ("nvidia-cuda-crt", "13.0.88"),
+        ("nvidia-cuda-runtime", "13.0.96"),
+    ];
+    Ok(std::path::absolute(unpacked("nvcc-13.0.88", &parts)?.join("nvidia/cu13/bin/nvcc"))?)
+}
+
+/// Contents of several wheels in one folder.
+fn unpacked(folder: &str, wheels: &[(&str, &str)]) -> Result<PathBuf> {
     let cache = std::env::var_os("WHEELS_DIR").map_or_else(|| target().join("wheels"), PathBuf::from);
-    let done = cache.join(format!("{name}-{version}"));
+    let done = cache.join(folder);
     if done.is_dir() {
         return Ok(done);
     }
     std::fs::create_dir_all(&cache)?;
-    let work = cache.join(format!(".{name}-{version}.{}", std::process::id()));
+    let work = cache.join(format!(".{folder}.{}", std::process::id()));
     if work.exists() {
         std::fs::remove_dir_all(&work)?;
     }
-    let spec = format!("{name}=={version}");
-    eprintln!("xtask: fetching {spec}");
+    let specs: Vec<_> = wheels.iter().map(|(name, version)| format!("{name}=={version}")).collect();
+    let all = specs.join(" ");
+    eprintln!("xtask: fetching {all}");
     run(Command::new("python3")
         .args(["-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--only-binary=:all:"])
         .args(["--disable-pip-version-check", "--root-user-action=ignore", "--target"])
         .arg(&work)
-        .arg(&spec))
-    .with_context(|| format!("{spec} from PyPI"))?;
+        .args(&specs))
+    .with_context(|| format!("{all} from PyPI"))?;
     // Another run may have been faster; its copy is as good as ours.
     if std::fs::rename(&work, &done).is_err() && !done.is_dir() {
         bail!("could not move {} to {}", work.display(), done.display());

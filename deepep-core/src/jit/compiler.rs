@@ -1,5 +1,6 @@
 //! From a program to machine code.
 
+use std::borrow::Cow;
 use std::ffi::CString;
 use std::fmt;
 use std::path::Path;
@@ -38,10 +39,18 @@ impl fmt::Display for Arch {
 /// Machine code of one program for one architecture.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cubin {
-    image: Vec<u8>,
+    image: Cow<'static, [u8]>,
     assembly: String,
     resources: Vec<Resources>,
-    compiled: bool,
+    origin: Origin,
+}
+
+/// Where machine code comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Origin {
+    Embedded,
+    Cache,
+    Compiler,
 }
 
 impl Cubin {
@@ -50,20 +59,34 @@ impl Cubin {
         &self.image
     }
 
-    /// The PTX it was made from, for who wants to see the instructions. Empty if the image comes from the cache.
+    /// The PTX it was made from, for who wants to see the instructions. Empty unless it was compiled now.
     #[doc(alias = "nvrtcGetPTX")]
     pub fn assembly(&self) -> &str {
         &self.assembly
     }
 
-    /// Registers and local memory of its kernels. Empty if the image comes from the cache.
+    /// Registers and local memory of its kernels. Empty unless it was compiled now.
     pub fn resources(&self) -> &[Resources] {
         &self.resources
     }
 
-    /// Whether it was compiled now, rather than read from the cache.
+    /// Whether it was compiled now, rather than read from the cache or compiled into this build.
     pub fn compiled(&self) -> bool {
-        self.compiled
+        self.origin == Origin::Compiler
+    }
+
+    /// Whether it is part of this build (see [`Embedded`](super::Embedded)).
+    pub fn embedded(&self) -> bool {
+        self.origin == Origin::Embedded
+    }
+
+    /// Machine code alone.
+    fn without_report(image: impl Into<Cow<'static, [u8]>>, origin: Origin) -> Self {
+        Self { image: image.into(), assembly: String::new(), resources: Vec::new(), origin }
+    }
+
+    pub(super) fn from_embedded(image: &'static [u8]) -> Self {
+        Self::without_report(image, Origin::Embedded)
     }
 }
 
@@ -114,7 +137,8 @@ impl Compiler {
     pub fn compile(&self, program: Program, arch: Arch) -> Result<Cubin, JitError> {
         let Output { image, assembly, log, .. } =
             self.compile_text(program.entry(), program.source(), program.headers(), arch)?;
-        Ok(Cubin { image, assembly, resources: Resources::parse(&log), compiled: true })
+        let (image, resources) = (image.into(), Resources::parse(&log));
+        Ok(Cubin { image, assembly, resources, origin: Origin::Compiler })
     }
 
     /// Compiles a source with headers.
@@ -156,7 +180,7 @@ impl Compiler {
     pub fn compile_cached(&self, program: Program, arch: Arch, cache: &Cache) -> Result<Cubin, JitError> {
         let key = self.key(program, arch);
         if let Some(image) = cache.get(&key) {
-            return Ok(Cubin { image, assembly: String::new(), resources: Vec::new(), compiled: false });
+            return Ok(Cubin::without_report(image, Origin::Cache));
         }
         let cubin = self.compile(program, arch)?;
         cache.put(&key, &cubin.image);

@@ -9,7 +9,7 @@ pub enum JitError {
     /// No NVRTC was found.
     #[error(
         "no NVRTC found ({}); install CUDA's libnvrtc (for example the Python package nvidia-cuda-nvrtc), or name the \
-         library in DEEPEP_NVRTC", .tried.join("; ")
+         library in DEEPEP_NVRTC; or build deepep-core with its feature `aot`", .tried.join("; ")
     )]
     NotFound {
         /// Each name that was tried, with the dynamic linker's answer.
@@ -70,5 +70,21 @@ pub enum JitError {
         name: String,
         /// What the compiler said.
         log: String,
+    },
+
+    /// The kernel was not compiled into this build, and there is no usable NVRTC that could compile it now.
+    #[error(
+        "{program} for {arch} is not among the kernels of this build ({embedded}; DEEPEP_AOT_ARCHS and DEEPEP_AOT_RANKS say at build \
+         time which are), and can't be compiled now: {source}"
+    )]
+    NotEmbedded {
+        /// The kernel.
+        program: String,
+        /// Architecture of the device.
+        arch: String,
+        /// What this build has.
+        embedded: String,
+        /// Why NVRTC is of no help.
+        source: Box<JitError>,
     },
 }

@@ -136,14 +136,14 @@ impl Program {
     }
 
     /// Headers, by name.
-    pub(super) fn headers(&self) -> Vec<(&'static str, String)> {
+    pub(crate) fn headers(&self) -> Vec<(&'static str, String)> {
         let mut all: Vec<_> = HEADERS.iter().map(|&(name, text)| (name, text.to_owned())).collect();
         all.push(("generated.cuh", self.generated()));
         all
     }
 
     /// The source itself.
-    pub(super) const fn source(&self) -> &'static str {
+    pub(crate) const fn source(&self) -> &'static str {
         match self {
             Self::Barrier { .. } => include_str!("../../kernels/ops/barrier.cu"),
             Self::Dispatch { .. } => include_str!("../../kernels/ops/dispatch.cu"),

@@ -8,11 +8,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cuda_vmm::Context;
 use cuda_vmm::sys::{CUfunction, CUfunction_attribute, CUmodule, CallError};
-use once_cell::sync::OnceCell;
 
 use super::call_failed;
 use crate::error::Result;
-use crate::jit::{Arch, Cache, Compiler, Program};
+use crate::jit::{Arch, Cache, Program, Supply};
 
 /// A loaded kernel. Unloaded when the last user is gone.
 pub(super) struct Kernel {
@@ -60,14 +59,12 @@ impl Drop for Kernel {
     }
 }
 
-/// The kernels of one device, compiled and loaded when they are first asked for.
+/// The kernels of one device, loaded when they are first asked for.
 pub(super) struct Kernels {
     context: Context,
     arch: Arch,
     shared_bytes: usize,
-    nvrtc: Option<PathBuf>,
-    cache: Cache,
-    compiler: OnceCell<Compiler>,
+    supply: Supply,
     loaded: Mutex<HashMap<Program, Arc<Kernel>>>,
 }
 
@@ -79,18 +76,17 @@ impl Kernels {
         nvrtc: Option<PathBuf>,
         cache: Cache,
     ) -> Self {
-        let (compiler, loaded) = (OnceCell::new(), Mutex::new(HashMap::new()));
-        Self { context, arch, shared_bytes, nvrtc, cache, compiler, loaded }
+        let (supply, loaded) = (Supply::new(nvrtc, cache), Mutex::new(HashMap::new()));
+        Self { context, arch, shared_bytes, supply, loaded }
     }
 
-    /// The kernel; compiles and loads it if this is the first time.
+    /// The kernel; gets its code and loads it if this is the first time.
     pub(super) fn get(&self, program: Program) -> Result<Arc<Kernel>> {
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(kernel) = loaded.get(&program) {
             return Ok(kernel.clone());
         }
-        let compiler = self.compiler.get_or_try_init(|| Compiler::find(self.nvrtc.as_deref()))?;
-        let cubin = compiler.compile_cached(program, self.arch, &self.cache)?;
+        let cubin = self.supply.get(program, self.arch)?;
         let kernel = Kernel::load(&self.context, cubin.image(), program, self.shared_bytes)?;
         let kernel = Arc::new(kernel);
         loaded.insert(program, kernel.clone());

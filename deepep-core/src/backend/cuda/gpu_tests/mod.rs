@@ -6,6 +6,8 @@
 mod cases;
 mod check;
 mod collective;
+#[cfg(feature = "aot")]
+mod embedded;
 mod faults;
 mod input;
 mod machine;

@@ -63,11 +63,11 @@ fn candidates() -> Result<Vec<PathBuf>, String> {
     let mut build = cc::Build::new();
     build.cuda(true).ccbin(false).no_default_flags(true).inherit_rustflags(false).warnings(false);
     let tool = build.try_get_compiler().map_err(|error| format!("looking for nvcc: {error}"))?;
-    let mut all = vec![tool.path().to_owned()];
-    // An explicit choice is not replaced by another compiler.
-    if tool.path() != Path::new("nvcc") {
-        return Ok(all);
+    // An explicit choice is not replaced by another compiler; a variable that is set to nothing is none.
+    if ![Path::new("nvcc"), Path::new("")].contains(&tool.path()) {
+        return Ok(vec![tool.path().to_owned()]);
     }
+    let mut all = vec![PathBuf::from("nvcc")];
     for name in ["CUDA_HOME", "CUDA_PATH"] {
         println!("cargo::rerun-if-env-changed={name}");
         all.extend(

@@ -34,6 +34,7 @@ mod table {
     use super::Embedded;
 
     /// The driver reads headers of the image in place.
+    #[allow(dead_code)] // A build may be asked for no kernel.
     #[repr(C, align(16))]
     struct Aligned<const N: usize>([u8; N]);
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use cuda_vmm::Cuda;
-use deepep_core::jit::{Cache, Compiler};
+use deepep_core::jit::{Cache, Compiler, Embedded};
 use nccl_gin::sys::{Nccl, Version};
 use nccl_gin::{Communicator, Config, Device, Properties, UniqueId};
 
@@ -13,6 +13,13 @@ const COMPILER: &str = "compiler";
 const NCCL: &str = "NCCL";
 
 pub(super) fn check(findings: &mut Vec<Finding>) {
+    if let Some(nvcc) = Embedded::compiler() {
+        let mut archs: Vec<_> = Embedded::all().iter().map(Embedded::arch).collect();
+        archs.sort_unstable();
+        archs.dedup();
+        let text = format!("{} for {}, from nvcc {nvcc}", Embedded::all().len(), archs.join(", "));
+        findings.push(Finding::info(COMPILER, "kernels in this program", text));
+    }
     match Compiler::find(None) {
         Ok(compiler) => {
             let (major, minor) = compiler.version();
@@ -20,7 +27,12 @@ pub(super) fn check(findings: &mut Vec<Finding>) {
             findings.push(Finding::yes(COMPILER, "NVRTC", text));
         }
         Err(error) => {
-            let remedy = "only GPUs need it: pip install nvidia-cuda-nvrtc, or install the CUDA toolkit";
+            let remedy = match Embedded::compiler() {
+                Some(_) => {
+                    "only GPUs need it, for kernels that are not in this program: pip install nvidia-cuda-nvrtc"
+                }
+                None => "only GPUs need it: pip install nvidia-cuda-nvrtc, or install the CUDA toolkit",
+            };
             findings.push(Finding::no(COMPILER, "NVRTC", error, remedy));
         }
     }

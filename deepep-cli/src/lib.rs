@@ -3,6 +3,8 @@
 //!
 //! The workspace's tests use the same pieces. For an engine, the library to use is `deepep-core`.
 
+pub mod bench;
+pub mod gpu;
 pub mod inputs;
 pub mod job;
 pub mod oracle;

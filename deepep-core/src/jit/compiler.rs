@@ -178,7 +178,7 @@ impl Compiler {
     /// # Errors
     /// As [`compile`](Self::compile).
     pub fn compile_cached(&self, program: Program, arch: Arch, cache: &Cache) -> Result<Cubin, JitError> {
-        let key = self.key(program, arch);
+        let key = self.key(program.entry(), program.source(), &program.headers(), arch);
         if let Some(image) = cache.get(&key) {
             return Ok(Cubin::without_report(image, Origin::Cache));
         }
@@ -187,8 +187,31 @@ impl Compiler {
         Ok(cubin)
     }
 
+    /// Takes a kernel of the caller's own from the cache, or compiles it and puts it there. `name` is the program's name in messages and
+    /// in the cache; `source` may include this crate's wrappers of instructions (`#include "arch/ld_st.cuh"` …), which change from
+    /// version to version.
+    ///
+    /// # Errors
+    /// As [`compile`](Self::compile).
+    pub fn compile_source(
+        &self,
+        name: &'static str,
+        source: &str,
+        arch: Arch,
+        cache: &Cache,
+    ) -> Result<Cubin, JitError> {
+        let headers = super::source::instruction_headers();
+        let key = self.key(name, source, &headers, arch);
+        if let Some(image) = cache.get(&key) {
+            return Ok(Cubin { image, assembly: String::new(), resources: Vec::new(), compiled: false });
+        }
+        let Output { image, assembly, log, .. } = self.compile_text(name, source, headers, arch)?;
+        cache.put(&key, &image);
+        Ok(Cubin { image, assembly, resources: Resources::parse(&log), compiled: true })
+    }
+
     /// Everything the machine code depends on, as a file name.
-    fn key(&self, program: Program, arch: Arch) -> String {
+    fn key(&self, name: &str, source: &str, headers: &[(&str, String)], arch: Arch) -> String {
         let mut hash = Sha256::new();
         let mut part = |bytes: &[u8]| {
             hash.update((bytes.len() as u64).to_le_bytes());
@@ -197,13 +220,13 @@ impl Compiler {
         let (major, minor) = self.version();
         part(format!("nvrtc {major}.{minor}").as_bytes());
         options(arch).iter().for_each(|o| part(o.as_bytes()));
-        part(program.source().as_bytes());
-        for (name, text) in program.headers() {
+        part(source.as_bytes());
+        for (name, text) in headers {
             part(name.as_bytes());
             part(text.as_bytes());
         }
         let digest = hash.finalize();
-        let mut key = format!("{}-{arch}-", program.entry());
+        let mut key = format!("{name}-{arch}-");
         digest.iter().for_each(|byte| key.push_str(&format!("{byte:02x}")));
         key
     }

@@ -92,6 +92,12 @@ const HEADERS: &[(&str, &str)] = embedded![
     "ops/combine/reduce.cuh",
 ];
 
+/// Headers that need nothing generated: wrappers of instructions.
+pub(super) fn instruction_headers() -> Vec<(&'static str, String)> {
+    let own = HEADERS.iter().filter(|(name, _)| name.starts_with("arch/"));
+    own.map(|&(name, text)| (name, text.to_owned())).collect()
+}
+
 impl Program {
     /// Name of the kernel's function.
     pub const fn entry(&self) -> &'static str {

@@ -1,0 +1,120 @@
+//! The kernels that find ceilings, and their parameters.
+
+use std::ffi::CStr;
+
+use deepep_core::device_struct;
+use deepep_core::jit::{Arch, Cache, Compiler, Cubin, JitError};
+
+device_struct! {
+    /// What a moving kernel moves.
+    pub struct Transfer {
+        /// Where each target's rows lie.
+        target: u64[8],
+        /// Rows of a local copy, before.
+        source: u64,
+        /// Rows for each target.
+        rows: u64,
+        /// Counter of vectors that differ.
+        wrong: u64,
+        /// Counter of waits that ended at their deadline.
+        late: u64,
+        /// The deadline.
+        timeout_ns: u64,
+        /// Number of targets.
+        targets: u32,
+        /// Bytes of a row, a multiple of 16.
+        row_bytes: u32,
+        /// Changes the contents.
+        round: u32,
+        /// Compare every row that is read.
+        compare: u32,
+        /// When checking: number of warps that have stored, or 0.
+        slots: u32,
+        /// When checking: which of their targets this is.
+        which: u32,
+    }
+}
+
+device_struct! {
+    /// A place in a ring that a word goes round.
+    pub struct Ring {
+        /// This place's word.
+        own: u64,
+        /// The next place's word.
+        next: u64,
+        /// Counter of waits that ended at their deadline.
+        late: u64,
+        /// The deadline.
+        timeout_ns: u64,
+        /// How often it goes round.
+        rounds: u32,
+        /// What the words hold before.
+        base: u32,
+        /// Whether this place begins.
+        leader: u32,
+        /// Not used.
+        pad: u32,
+    }
+}
+
+device_struct! {
+    /// Places that meet.
+    pub struct Meeting {
+        /// Each place's words, one for every place.
+        words: u64[8],
+        /// Word that the host sets to the round when everything is enqueued.
+        go: u64,
+        /// Counter of waits that ended at their deadline.
+        late: u64,
+        /// The deadline.
+        timeout_ns: u64,
+        /// Number of places.
+        places: u32,
+        /// This one.
+        place: u32,
+        /// Number of the meeting.
+        round: u32,
+        /// Not used.
+        pad: u32,
+    }
+}
+
+/// Names of all kernels.
+pub const ENTRIES: [&CStr; 9] = [
+    c"ceiling_fill",
+    c"ceiling_check",
+    c"ceiling_empty",
+    c"ceiling_store",
+    c"ceiling_bulk_store",
+    c"ceiling_bulk_read",
+    c"ceiling_bulk_copy",
+    c"ceiling_ring",
+    c"ceiling_meet",
+];
+
+/// The program's source.
+pub fn source() -> String {
+    let mut text = String::new();
+    for header in ["types", "ld_st", "mbarrier", "bulk", "fence", "time"] {
+        text += &format!("#include \"arch/{header}.cuh\"\n");
+    }
+    for (declaration, name, bytes) in [
+        (Transfer::CUDA, "Transfer", size_of::<Transfer>()),
+        (Ring::CUDA, "Ring", size_of::<Ring>()),
+        (Meeting::CUDA, "Meeting", size_of::<Meeting>()),
+    ] {
+        text += &format!("{declaration}static_assert(sizeof({name}) == {bytes}, \"{name}\");\n");
+    }
+    text += include_str!("../../../kernels/pattern.cu");
+    text += include_str!("../../../kernels/move.cu");
+    text += include_str!("../../../kernels/signal.cu");
+    text
+}
+
+/// Compiles the program, or takes it from the cache.
+///
+/// # Errors
+/// As [`Compiler::compile_source`].
+pub fn compile(compiler: &Compiler, arch: Arch, cache: &Cache) -> Result<Cubin, JitError> {
+    compiler.compile_source("ceilings", &source(), arch, cache)
+}

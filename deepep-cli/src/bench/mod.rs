@@ -1,0 +1,4 @@
+//! What `deepep bench` is made of.
+
+pub mod ceilings;
+pub mod stats;

@@ -1,0 +1,74 @@
+//! Points in time on a stream.
+
+use std::ptr;
+
+use cuda_vmm::Context;
+use cuda_vmm::sys::{CUevent, CUevent_flags};
+
+use super::{Attempt, Result, Stream};
+
+/// An event that knows when it happened. Dropping it calls `cuEventDestroy`.
+#[derive(Debug)]
+#[doc(alias = "cuEventDestroy")]
+pub struct Event {
+    context: Context,
+    raw: CUevent,
+}
+
+// SAFETY: an event may be used from any thread; the handle is an address that is never dereferenced here.
+unsafe impl Send for Event {}
+
+impl Event {
+    /// Calls `cuEventCreate`.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`](super::GpuError::Driver).
+    #[doc(alias = "cuEventCreate")]
+    pub fn new(context: &Context) -> Result<Self> {
+        let _bound = context.bind()?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: `raw` is valid for one write, and a context is current. Destroyed in Drop.
+        unsafe {
+            context.device().cuda().driver().cuEventCreate(&mut raw, CUevent_flags::CU_EVENT_DEFAULT.0)
+        }
+        .attempt(|| format!("creating an event on device {}", context.device().ordinal()))?;
+        Ok(Self { context: context.clone(), raw })
+    }
+
+    /// Happens when everything enqueued on the stream so far has run.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`](super::GpuError::Driver).
+    #[doc(alias = "cuEventRecord")]
+    pub fn record(&self, stream: &Stream) -> Result<()> {
+        let _bound = self.context.bind()?;
+        // SAFETY: both are alive; a stream of another context is refused by the driver.
+        unsafe { self.context.device().cuda().driver().cuEventRecord(self.raw, stream.as_raw()) }
+            .attempt(|| "recording an event".into())
+    }
+
+    /// Microseconds from `earlier` to this event. Both have happened.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`](super::GpuError::Driver), also if one has not happened.
+    #[doc(alias = "cuEventElapsedTime")]
+    pub fn microseconds_since(&self, earlier: &Self) -> Result<f64> {
+        let _bound = self.context.bind()?;
+        let mut milliseconds = 0f32;
+        // SAFETY: both events are alive, and the output is valid for one write.
+        unsafe {
+            self.context.device().cuda().driver().cuEventElapsedTime(&mut milliseconds, earlier.raw, self.raw)
+        }
+        .attempt(|| "reading the time between two events".into())?;
+        Ok(f64::from(milliseconds) * 1e3)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if let Ok(_bound) = self.context.bind() {
+            // SAFETY: created by `new`, destroyed once.
+            let _ = unsafe { self.context.device().cuda().driver().cuEventDestroy(self.raw) };
+        }
+    }
+}

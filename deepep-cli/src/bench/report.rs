@@ -1,0 +1,273 @@
+//! A whole run, as it is written to JSON and read back.
+
+use serde::{Deserialize, Serialize};
+
+use super::ceilings::{Ceiling, Drift, Kind, best};
+use super::machine::Machine;
+use super::plan::{Operation, Setting};
+use super::stats::{Quantiles, median, slowest};
+
+/// Version of the form of [`Report`].
+pub const SCHEMA: u32 = 1;
+
+/// Drift of a ceiling, in percent, from which on it is reported.
+pub const DRIFT_LIMIT: f64 = 2.0;
+
+/// A run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Report {
+    /// [`SCHEMA`].
+    pub schema: u32,
+    /// When it began, UTC.
+    pub date: String,
+    /// The command.
+    pub command: String,
+    /// Where it ran.
+    pub machine: Machine,
+    /// How.
+    pub method: Method,
+    /// What a reader must know.
+    pub notes: Vec<String>,
+    /// Ceilings at the start.
+    pub ceilings: Vec<Ceiling>,
+    /// How they changed until the end.
+    pub drift: Vec<Drift>,
+    /// Results, in the order of the plan.
+    pub results: Vec<Entry>,
+}
+
+/// How a run measures.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Method {
+    /// `cuda` or `host`.
+    pub backend: String,
+    /// Number of ranks.
+    pub ranks: usize,
+    /// Most ranks on one device.
+    pub ranks_per_device: usize,
+    /// Whether ranks are processes, else threads of one.
+    pub processes: bool,
+    /// Timed calls.
+    pub iterations: usize,
+    /// Tokens from which on L2 is emptied before each call.
+    pub flush_from_tokens: usize,
+    /// Seed of all generated data.
+    pub seed: u64,
+}
+
+/// One operation of one setting.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Entry {
+    /// The setting.
+    pub setting: Setting,
+    /// The operation.
+    pub operation: Operation,
+    /// How it went.
+    pub outcome: Outcome,
+}
+
+/// How it went. Only right results have times.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Outcome {
+    /// Right before and after it was timed.
+    Timed(Times),
+    /// A result differs from the oracle's.
+    Wrong(String),
+    /// The library or the device returned an error.
+    Failed(String),
+    /// Not possible here.
+    Skipped(String),
+}
+
+/// Times of one operation, in microseconds.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Times {
+    /// From the input being ready to the result being usable, on the caller's stream, on the slowest rank.
+    pub end_to_end: Quantiles,
+    /// The same median without what an empty kernel takes between two events.
+    pub kernel: Option<f64>,
+    /// Host time of a call, on the slowest rank.
+    pub host: Option<Quantiles>,
+    /// A call in a chain of calls.
+    pub chained: Option<f64>,
+    /// Bytes of rows and scales that cross the busiest link, in the busier direction.
+    pub wire_bytes: u64,
+    /// These over the median.
+    pub wire_gb_per_second: f64,
+    /// That over the best rate of stores to peers in this run.
+    pub of_stores: Option<f64>,
+    /// That over the rate of the copy engines in this run.
+    pub of_copy_engine: Option<f64>,
+    /// The least possible: these bytes at the best rate of stores.
+    pub bound: Option<f64>,
+    /// The median over the bound.
+    pub times_bound: Option<f64>,
+    /// Bytes of symmetric memory on each rank.
+    pub symmetric_bytes: u64,
+}
+
+/// What one rank measured of one operation.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Samples {
+    /// Each call alone, from event to event.
+    pub single: Vec<f64>,
+    /// Host time of each call.
+    pub host: Vec<f64>,
+    /// Mean time of a call in each chain.
+    pub chained: Vec<f64>,
+    /// Bytes that come from peers.
+    pub bytes_in: u64,
+    /// Bytes that go to peers.
+    pub bytes_out: u64,
+    /// Bytes of symmetric memory.
+    pub symmetric_bytes: u64,
+}
+
+/// What one rank has to say about one operation.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Part {
+    /// Right, with times.
+    Timed(Samples),
+    /// A result differs.
+    Wrong(String),
+    /// An error.
+    Failed(String),
+    /// Not possible here.
+    Skipped(String),
+}
+
+impl Outcome {
+    /// From all ranks' parts: times only if all ranks have them.
+    pub fn of(ranks: &[Part], ceilings: &[Ceiling], shared_devices: bool) -> Self {
+        let find = |pick: fn(&Part) -> Option<&String>| {
+            ranks.iter().enumerate().find_map(|(rank, part)| Some(format!("rank {rank}: {}", pick(part)?)))
+        };
+        if let Some(what) = find(|part| if let Part::Wrong(what) = part { Some(what) } else { None }) {
+            return Self::Wrong(what);
+        }
+        if let Some(what) = find(|part| if let Part::Failed(what) = part { Some(what) } else { None }) {
+            return Self::Failed(what);
+        }
+        let skipped = ranks.iter().find_map(|p| if let Part::Skipped(why) = p { Some(why) } else { None });
+        if let Some(why) = skipped {
+            return Self::Skipped(why.clone());
+        }
+        let samples: Vec<&Samples> =
+            ranks.iter().filter_map(|p| if let Part::Timed(s) = p { Some(s) } else { None }).collect();
+        match Times::of(&samples, ceilings, shared_devices) {
+            Some(times) => Self::Timed(times),
+            None => Self::Failed("no rank has timed anything".into()),
+        }
+    }
+}
+
+impl Times {
+    fn of(ranks: &[&Samples], ceilings: &[Ceiling], shared_devices: bool) -> Option<Self> {
+        let all = |pick: fn(&Samples) -> &Vec<f64>| ranks.iter().map(|s| pick(s).clone()).collect::<Vec<_>>();
+        let end_to_end = Quantiles::of(&slowest(&all(|s| &s.single)))?;
+        let wire_bytes = ranks.iter().map(|s| s.bytes_in.max(s.bytes_out)).max()?;
+        let rate = if end_to_end.p50 > 0.0 { wire_bytes as f64 / end_to_end.p50 / 1e3 } else { 0.0 };
+        // Where ranks share a device no link is crossed, and its ceilings say nothing.
+        let of = |kinds: &[Kind]| {
+            let rates = kinds.iter().filter_map(|&kind| best(ceilings, kind));
+            rates.max_by(f64::total_cmp).filter(|_| !shared_devices && wire_bytes > 0)
+        };
+        let stores = of(&[Kind::Stores, Kind::BulkStores]);
+        let bound = stores.map(|rate| wire_bytes as f64 / rate / 1e3);
+        let chained = slowest(&all(|s| &s.chained));
+        Some(Self {
+            end_to_end,
+            kernel: best(ceilings, Kind::Launch).map(|floor| (end_to_end.p50 - floor).max(0.0)),
+            host: Quantiles::of(&slowest(&all(|s| &s.host))),
+            chained: (!chained.is_empty()).then(|| median(&chained)),
+            wire_bytes,
+            wire_gb_per_second: rate,
+            of_stores: stores.map(|most| rate / most),
+            of_copy_engine: of(&[Kind::CopyEngine]).map(|most| rate / most),
+            bound,
+            times_bound: bound.map(|bound| end_to_end.p50 / bound),
+            symmetric_bytes: ranks.iter().map(|s| s.symmetric_bytes).max()?,
+        })
+    }
+}
+
+impl Report {
+    /// Whether everything that ran was right.
+    pub fn good(&self) -> bool {
+        self.results.iter().all(|e| matches!(e.outcome, Outcome::Timed(_) | Outcome::Skipped(_)))
+    }
+
+    /// Ceilings that changed by more than [`DRIFT_LIMIT`], in words.
+    pub fn drifted(&self) -> Vec<String> {
+        let far = self.drift.iter().filter(|drift| drift.percent > DRIFT_LIMIT);
+        far.map(|drift| {
+            let (first, unit) = (drift.first, drift.first.kind.unit());
+            let sms = first.sms.map_or(String::new(), |sms| format!(", {sms} SMs"));
+            let later: Vec<String> = drift.later.iter().map(|value| format!("{value:.2}")).collect();
+            format!(
+                "{}{sms}: {:.2} {unit} at first, {} {unit} later, {:.1} % apart",
+                first.kind,
+                first.value,
+                later.join(" and "),
+                drift.percent
+            )
+        })
+        .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn samples(single: &[f64], bytes_in: u64) -> Part {
+        Part::Timed(Samples {
+            single: single.to_vec(),
+            host: vec![3.0; single.len()],
+            chained: vec![],
+            bytes_in,
+            bytes_out: 1000,
+            symmetric_bytes: 4096,
+        })
+    }
+
+    fn ceiling(kind: Kind, value: f64) -> Ceiling {
+        Ceiling { kind, sms: None, row_bytes: None, value }
+    }
+
+    #[test]
+    fn times_are_those_of_the_slowest_rank_and_the_busiest_link() {
+        let ranks = [samples(&[10.0, 20.0, 30.0], 36_700), samples(&[11.0, 19.0, 31.0], 500)];
+        let ceilings =
+            [ceiling(Kind::BulkStores, 3.67), ceiling(Kind::CopyEngine, 4.0), ceiling(Kind::Launch, 4.5)];
+        let Outcome::Timed(times) = Outcome::of(&ranks, &ceilings, false) else { panic!() };
+        assert_eq!(times.end_to_end, Quantiles { p10: 11.0, p50: 20.0, p90: 31.0 });
+        assert_eq!((times.kernel, times.chained, times.wire_bytes), (Some(15.5), None, 36_700));
+        assert!((times.wire_gb_per_second - 1.835).abs() < 1e-9);
+        assert!((times.of_stores.unwrap() - 0.5).abs() < 1e-9);
+        assert!((times.bound.unwrap() - 10.0).abs() < 1e-9);
+        assert!((times.times_bound.unwrap() - 2.0).abs() < 1e-9);
+        let Outcome::Timed(times) = Outcome::of(&ranks, &ceilings, true) else { panic!() };
+        assert_eq!((times.bound, times.of_stores), (None, None));
+    }
+
+    #[test]
+    fn one_rank_that_is_wrong_takes_all_times_away() {
+        let right = samples(&[1.0], 1);
+        let wrong = Part::Wrong("row 3".into());
+        let failed = Part::Failed("no memory".into());
+        let of = |parts: &[Part]| Outcome::of(parts, &[], false);
+        assert_eq!(of(&[right.clone(), wrong.clone()]), Outcome::Wrong("rank 1: row 3".into()));
+        assert_eq!(of(&[failed.clone(), wrong]), Outcome::Wrong("rank 1: row 3".into()));
+        assert_eq!(of(&[failed, right.clone()]), Outcome::Failed("rank 0: no memory".into()));
+        assert_eq!(of(&[right, Part::Skipped("no graphs".into())]), Outcome::Skipped("no graphs".into()));
+        assert!(matches!(of(&[]), Outcome::Failed(_)));
+        assert!(matches!(of(&[samples(&[], 0)]), Outcome::Failed(_)));
+    }
+}

@@ -17,6 +17,8 @@ DEVICE void bulk_store(void* global, const void* shared, u32 bytes) {
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // All stores of this thread have read their source: shared memory may be overwritten.
 DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// All groups of this thread but the newest are complete, like bulk_wait.
+DEVICE void bulk_wait_but_last() { asm volatile("cp.async.bulk.wait_group 1;" ::: "memory"); }
 // All stores of this thread are complete: a release or fence may publish them.
 DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 

@@ -4,11 +4,11 @@
 // arrive. All blocks are resident at once (cooperative launch). Senders wait for `started` of their peers, reducers for senders; nobody
 // waits for a reducer.
 //
-// Order: a row's bulk store completes → its lane hands the flag in (release.cta) → the announcer acquires, fences at system scope, stores
-// `arrived` → a reducer's lane acquires it → warp barrier → ordinary loads past L1.
+// Order: a row's bulk stores complete → a lane hands the flag in (release.cta) → the announcer acquires, fences at system scope, stores
+// `arrived` → a reducer's lane acquires it → warp barrier → proxy fence → bulk loads.
 #include "arch/launch.cuh"
 #include "ops/combine/reduce.cuh"
-#include "ops/combine/send.cuh"
+#include "ops/combine/send_sum.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __grid_constant__ CombineParams p) {
     extern __shared__ __align__(128) u8 shared[];
@@ -28,20 +28,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __
         if (blockIdx.x == 0 && threadIdx.x < RANKS && threadIdx.x != b.me)
             arch::st_release_sys((u32*)((u8*)cell32(b.d, threadIdx.x, b.d.started) + b.me * CELL_LINE), b.epoch);
         __syncwarp();
+        constexpr bool SUMS = EXPANDED && REDUCE_FIRST;
         const u32 senders = RANKS > 1 ? p.row_warps : 0, first_reducer = RANKS > 1 ? p.row_warps + 1 : 0;
+        const u32 worker = blockIdx.x + gridDim.x * b.warp, reducers = p.reducers;
         if (b.warp < senders) {
-            Sender sender(b);
-            sender.run(blockIdx.x + gridDim.x * b.warp, gridDim.x * senders);
+            if constexpr (SUMS) {
+                send_sums(b, worker, gridDim.x * senders);
+            } else {
+                Sender sender(b);
+                sender.run(worker, gridDim.x * senders);
+            }
         } else if (b.warp < first_reducer) {
             announce(b.control.mail, p.row_warps, b.epoch, [&](u32 r) { return b.arrived(r); });
-        } else {
-            const u32 workers = (WARPS - first_reducer) * gridDim.x;
-            for (u32 t = (b.warp - first_reducer) * gridDim.x + blockIdx.x; t < p.tokens; t += workers) {
-                const Token token(b, t);
-                if (!token.wait()) break;
-                token.write_weights();
-                token.write();
-            }
+        } else if (b.warp < first_reducer + reducers) {
+            const u32 number = b.warp - first_reducer;
+            Gather gather(b, number + (SUMS ? senders : 0));
+            Reduction reduction(b, number * gridDim.x + blockIdx.x, reducers * gridDim.x);
+            if (!gather.run(reduction)) gather.drain();
         }
     }
     __syncthreads();

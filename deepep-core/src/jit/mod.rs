@@ -38,5 +38,7 @@ pub use error::JitError;
 pub use nvrtc::NVRTC_ENV;
 pub use resources::Resources;
 pub use source::Program;
-pub(crate) use source::{BARRIER_THREADS, COMBINE_CONTROL_BYTES, DISPATCH_CONTROL_BYTES, THREADS};
+pub(crate) use source::{
+    BARRIER_THREADS, COMBINE_CONTROL_BYTES, DISPATCH_CONTROL_BYTES, PIECE_BYTES, SUM_THREADS, THREADS,
+};
 pub use supply::Supply;

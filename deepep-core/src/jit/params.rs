@@ -157,13 +157,17 @@ device_struct! {
         sets: u32,
         /// Each lane has its own slot, rather than each peer.
         by_lane: u32,
-        /// Sender warps of a block, and stages of a sender warp.
+        /// Sender warps of a block, and stages of a sender warp: of a row, or of a piece if sums are sent.
         row_warps: u32,
         stages: u32,
         stage_bytes: u32,
-        /// Offset in the block's shared memory, behind the stages.
+        /// Warps of a block that reduce.
+        reducers: u32,
+        /// Pieces in the ring of a warp that sums.
+        pieces: u32,
+        /// Offsets in the block's shared memory, behind the stages: rings, control words.
+        rings: u32,
         control: u32,
-        reserved: u32,
     }
 }
 

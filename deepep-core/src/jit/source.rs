@@ -48,10 +48,14 @@ pub enum Program {
 
 /// Threads of a block of dispatch, combine and the collectives.
 pub(crate) const THREADS: usize = 512;
+/// Threads of a block of a combine that sums before it sends: three warps on each quarter of a multiprocessor, for more registers.
+pub(crate) const SUM_THREADS: usize = 384;
 /// Threads of a barrier kernel's block.
 pub(crate) const BARRIER_THREADS: usize = 32;
 /// Shared memory of a dispatch block's control words.
 pub(crate) const DISPATCH_CONTROL_BYTES: usize = 3072;
+/// Bytes of a row that a warp of combine loads and sums at a time.
+pub(crate) const PIECE_BYTES: usize = 2048;
 /// Shared memory of a combine block's control words.
 pub(crate) const COMBINE_CONTROL_BYTES: usize = 3584;
 
@@ -88,7 +92,9 @@ const HEADERS: &[(&str, &str)] = embedded![
     "ops/dispatch/move.cuh",
     "ops/combine/block.cuh",
     "ops/combine/sum.cuh",
+    "ops/combine/gather.cuh",
     "ops/combine/send.cuh",
+    "ops/combine/send_sum.cuh",
     "ops/combine/reduce.cuh",
 ];
 
@@ -169,7 +175,8 @@ impl Program {
             }
             Self::Combine { placement, reduce_first, .. } => {
                 let expanded = placement == Placement::Expanded;
-                (expanded, reduce_first || !expanded, 32, THREADS)
+                let threads = if expanded && reduce_first { SUM_THREADS } else { THREADS };
+                (expanded, reduce_first || !expanded, 32, threads)
             }
         };
         let mut text = String::from("#pragma once\n#include \"arch/types.cuh\"\n");
@@ -206,6 +213,7 @@ impl Program {
             ("HOST_EXPERT_COUNT", CountsLayout::EXPERT_COUNT),
             ("DISPATCH_CONTROL_BYTES", DISPATCH_CONTROL_BYTES),
             ("COMBINE_CONTROL_BYTES", COMBINE_CONTROL_BYTES),
+            ("PIECE_BYTES", PIECE_BYTES),
         ];
         for (name, value) in numbers {
             line(format_args!("constexpr u32 {name} = {value};"));

@@ -157,7 +157,12 @@ pub struct CombineShape {
 impl CombineShape {
     /// Whether each lane has its own slot at the token's owner. Otherwise each peer has one.
     pub const fn by_lane(&self) -> bool {
-        (matches!(self.placement, Placement::Expanded) && !self.reduce_first) || self.ranks - 1 > self.topk
+        (matches!(self.placement, Placement::Expanded) && !self.sums()) || self.ranks - 1 > self.topk
+    }
+
+    /// Whether rows of a token are summed before they travel.
+    pub const fn sums(&self) -> bool {
+        matches!(self.placement, Placement::Expanded) && self.reduce_first
     }
 
     /// Slots that a token has in the receive area.

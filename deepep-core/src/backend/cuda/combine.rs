@@ -8,8 +8,8 @@ use super::grid::CombineGrid;
 use super::module::Kernel;
 use super::{Engine, LaunchShape};
 use crate::error::{Error, Result};
+use crate::jit::Program;
 use crate::jit::params::CombineParams;
-use crate::jit::{Program, THREADS};
 use crate::layout::{CombineShape, DispatchShape, Placement};
 
 /// A combine of one shape: its kernel, its grid, and the arguments that don't change.
@@ -52,7 +52,7 @@ impl Engine {
             );
             return Err(Error::invalid("combine shape", format!("{shape:?}"), need));
         }
-        let grid = CombineGrid::new(shape, self.limits)?;
+        let grid = CombineGrid::new(shape, self.limits, self.combine_roles)?;
         let kernel = self.kernels.get(Program::Combine {
             ranks: shape.ranks,
             placement: shape.placement,
@@ -79,6 +79,9 @@ impl Engine {
             row_warps: grid.row_warps as u32,
             stages: grid.stages as u32,
             stage_bytes: grid.stage_bytes as u32,
+            reducers: grid.reducers as u32,
+            pieces: grid.pieces as u32,
+            rings: grid.rings as u32,
             control: grid.control as u32,
             ..CombineParams::default()
         };
@@ -109,8 +112,11 @@ impl Engine {
             tokens: call.tokens as u32,
             ..plan.params
         };
-        let shape =
-            LaunchShape { blocks: plan.grid.blocks, threads: THREADS, shared_bytes: plan.grid.shared_bytes };
+        let shape = LaunchShape {
+            blocks: plan.grid.blocks,
+            threads: plan.grid.threads,
+            shared_bytes: plan.grid.shared_bytes,
+        };
         // SAFETY: CombineParams are the kernel's; the caller vouches for addresses, slot and stream, the engine for the heaps.
         unsafe { self.launch("combine", &plan.kernel, shape, &params, stream) }
     }

@@ -1,7 +1,7 @@
 //! How many blocks a kernel gets, what each does, and how its shared memory is divided.
 
 use crate::error::{Error, Result};
-use crate::jit::{COMBINE_CONTROL_BYTES, DISPATCH_CONTROL_BYTES, THREADS};
+use crate::jit::{COMBINE_CONTROL_BYTES, DISPATCH_CONTROL_BYTES, PIECE_BYTES, SUM_THREADS, THREADS};
 use crate::layout::{CombineShape, DispatchShape, MAX_BLOCKS, MAX_SENDERS, Placement, ScaleOrder, align_up};
 
 const WARPS: usize = THREADS / 32;
@@ -138,37 +138,88 @@ impl DispatchGrid {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct CombineGrid {
     pub(super) blocks: usize,
+    pub(super) threads: usize,
     pub(super) row_warps: usize,
     pub(super) stages: usize,
     pub(super) stage_bytes: usize,
+    pub(super) reducers: usize,
+    pub(super) pieces: usize,
+    pub(super) rings: usize,
     pub(super) control: usize,
     pub(super) shared_bytes: usize,
 }
 
+/// Warps of a combine block that send, stages of each, warps that reduce.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CombineRoles {
+    pub(crate) row_warps: usize,
+    pub(crate) stages: usize,
+    pub(crate) reducers: usize,
+}
+
+impl CombineRoles {
+    /// Rows that are sent as they are: the link wants 48 to 64 of 14 KB in flight, and not more. Sums: a warp gathers as fast as it gets
+    /// rows, so that a few fill the link, and pieces leave from a ring of their own.
+    fn for_shape(shape: &CombineShape, blocks: usize) -> Self {
+        let (row_warps, stages) = match (shape.sums(), blocks) {
+            (true, _) => (4, 4),
+            (false, 56..) => (1, 3),
+            (false, 28..) => (1, 2),
+            (false, 18..) => (2, 2),
+            (false, 12..) => (3, 1),
+            (false, _) => (3, 2),
+        };
+        Self { row_warps, stages, reducers: if shape.sums() { 7 } else { WARPS - 1 - row_warps } }
+    }
+}
+
 impl CombineGrid {
-    pub(super) fn new(shape: &CombineShape, limits: Limits) -> Result<Self> {
+    /// Pieces in the ring of a warp that sums at least: one that is read and one that is loaded.
+    const LEAST_PIECES: usize = 2;
+    /// At most: more has no use, and a row's number in a batch is small.
+    const MOST_PIECES: usize = 8;
+
+    pub(super) fn new(shape: &CombineShape, limits: Limits, roles: Option<CombineRoles>) -> Result<Self> {
         let blocks = limits.blocks.clamp(1, MAX_BLOCKS);
-        let stage_bytes = align_up(shape.row_bytes, STAGE_ALIGNMENT);
-        let stages = limits.shared_bytes.saturating_sub(COMBINE_CONTROL_BYTES) / stage_bytes;
-        if stages == 0 {
+        let wanted = roles.unwrap_or_else(|| CombineRoles::for_shape(shape, blocks));
+        let stage_bytes = if shape.sums() { PIECE_BYTES } else { align_up(shape.row_bytes, STAGE_ALIGNMENT) };
+        let threads = if shape.sums() { SUM_THREADS } else { THREADS };
+        let warps = threads / 32;
+        let (row_warps, reducers) = match shape.ranks {
+            1 => (0, warps),
+            _ => {
+                let senders = wanted.row_warps.clamp(1, warps - 2);
+                (senders, wanted.reducers.clamp(1, warps - 1 - senders))
+            }
+        };
+        let available = limits.shared_bytes.saturating_sub(COMBINE_CONTROL_BYTES);
+        let ring_count = |row_warps: usize| reducers + if shape.sums() { row_warps } else { 0 };
+        let ring = PIECE_BYTES * Self::LEAST_PIECES;
+        let stages = available.saturating_sub(ring_count(row_warps) * ring) / stage_bytes;
+        if stages == 0 && row_warps > 0 {
             let need = format!("a block has {} bytes of shared memory", limits.shared_bytes);
             return Err(Error::invalid("combine row_bytes", shape.row_bytes, need));
         }
-        // The link wants 48 to 64 rows of 14 KB in flight, and not more.
-        let (warps, depth) = match (shape.placement, blocks) {
-            (Placement::Plain, 128..) => (1, 2),
-            (Placement::Plain, 64..) => (1, 3),
-            (Placement::Plain, 32..) => (1, 2),
-            (Placement::Plain, 16..) => (2, 2),
-            (Placement::Plain, _) => (3, 3),
-            (Placement::Expanded, 96..) => (4, 2),
-            (Placement::Expanded, _) => (7, 1),
-        };
-        let row_warps = if shape.ranks == 1 { 0 } else { warps.min(stages) };
-        let depth = stages.checked_div(row_warps).map_or(0, |most| depth.min(most));
-        let control = row_warps * depth * stage_bytes;
+        let row_warps = row_warps.min(stages);
+        let depth = stages.checked_div(row_warps).map_or(0, |most| wanted.stages.clamp(1, 8).min(most));
+        let rings = row_warps * depth * stage_bytes;
+        let ring_count = ring_count(row_warps);
+        let pieces = (available - rings) / (ring_count * PIECE_BYTES);
+        let pieces = pieces.min(Self::MOST_PIECES);
+        let control = rings + ring_count * pieces * PIECE_BYTES;
         let shared_bytes = control + COMBINE_CONTROL_BYTES;
-        Ok(Self { blocks, row_warps, stages: depth, stage_bytes, control, shared_bytes })
+        Ok(Self {
+            blocks,
+            threads,
+            row_warps,
+            stages: depth,
+            stage_bytes,
+            reducers,
+            pieces,
+            rings,
+            control,
+            shared_bytes,
+        })
     }
 }
 
@@ -187,8 +238,44 @@ mod tests {
         (bf16.row_bytes, bf16.scale_packs) = (14336, 0);
         let g = DispatchGrid::new(&bf16, HOPPER).unwrap();
         assert_eq!((g.blocks, g.senders, g.row_warps, g.stages), (132, 28, 5, 3));
-        let g = CombineGrid::new(&combine(2, 8, Placement::Plain, true), HOPPER).unwrap();
-        assert_eq!((g.blocks, g.row_warps, g.stages), (132, 1, 2));
+        let g = CombineGrid::new(&combine(2, 8, Placement::Plain, true), HOPPER, None).unwrap();
+        assert_eq!((g.blocks, g.row_warps, g.stages, g.reducers, g.pieces), (132, 1, 3, 14, 6));
+        let g = CombineGrid::new(&combine(2, 8, Placement::Expanded, true), HOPPER, None).unwrap();
+        assert_eq!((g.row_warps, g.stages, g.reducers, g.pieces), (4, 4, 7, 8));
+        assert!(g.control + COMBINE_CONTROL_BYTES <= HOPPER.shared_bytes);
+    }
+
+    #[test]
+    fn every_combine_fits_or_is_refused() {
+        for ranks in [1, 2, 8] {
+            for (placement, reduce_first) in
+                [(Placement::Plain, true), (Placement::Expanded, true), (Placement::Expanded, false)]
+            {
+                for row_bytes in [16, 14336, 98304, 128 << 10] {
+                    for blocks in [1, 8, 14, 16, 20, 32, 132] {
+                        for (row_warps, stages, reducers) in [(1, 1, 1), (14, 8, 15), (20, 20, 20), (0, 0, 0)]
+                        {
+                            let mut s = combine(ranks, 8, placement, reduce_first);
+                            s.row_bytes = row_bytes;
+                            let limits = Limits { blocks, ..HOPPER };
+                            let roles = CombineRoles { row_warps, stages, reducers };
+                            for roles in [None, Some(roles)] {
+                                let g = CombineGrid::new(&s, limits, roles).unwrap();
+                                assert!(g.shared_bytes <= HOPPER.shared_bytes, "{s:?} {g:?}");
+                                let announcer = usize::from(ranks > 1);
+                                assert!(32 * (g.row_warps + announcer + g.reducers) <= g.threads, "{g:?}");
+                                assert!(g.reducers >= 1 && g.pieces >= CombineGrid::LEAST_PIECES, "{g:?}");
+                                assert!(ranks == 1 || (g.row_warps >= 1 && (1..=8).contains(&g.stages)));
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        let small = Limits { blocks: 132, shared_bytes: 64 << 10 };
+        let mut s = combine(2, 8, Placement::Plain, true);
+        s.row_bytes = 98304;
+        assert!(CombineGrid::new(&s, small, None).unwrap_err().to_string().starts_with("combine row_bytes"));
     }
 
     #[test]

@@ -33,6 +33,7 @@ pub(crate) use dispatch::{DispatchLaunch, DispatchPlan};
 #[allow(unused_imports)]
 pub(crate) use status::StatusBlock;
 
+pub(crate) use self::grid::CombineRoles;
 use self::grid::Limits;
 use self::module::{Kernel, Kernels};
 use crate::error::{Error, Result};
@@ -50,6 +51,8 @@ pub(crate) struct EngineOptions {
     /// Launch so that the driver refuses a grid that can't be resident as a whole. Switched off where ranks of one process share a
     /// device and `max_blocks` sees to it.
     pub(crate) cooperative: bool,
+    /// What the warps of a combine do, if the formula's choice is not wanted.
+    pub(crate) combine_roles: Option<CombineRoles>,
     /// NVRTC's library, if it is not to be searched for.
     pub(crate) nvrtc: Option<PathBuf>,
     /// Where compiled kernels are kept.
@@ -59,7 +62,7 @@ pub(crate) struct EngineOptions {
 impl Default for EngineOptions {
     fn default() -> Self {
         let (timeout, cache) = (Duration::from_secs(30), Cache::default_location());
-        Self { timeout, max_blocks: 0, cooperative: true, nvrtc: None, cache }
+        Self { timeout, max_blocks: 0, cooperative: true, combine_roles: None, nvrtc: None, cache }
     }
 }
 
@@ -70,6 +73,7 @@ pub(crate) struct Engine {
     domain: Domain,
     limits: Limits,
     cooperative: bool,
+    combine_roles: Option<CombineRoles>,
     kernels: Kernels,
     barrier: Arc<Kernel>,
 }
@@ -98,7 +102,16 @@ impl Engine {
         let kernels = Kernels::new(context.clone(), arch, limits.shared_bytes, options.nvrtc, options.cache);
         let barrier = kernels.get(Program::Barrier { ranks: layout.ranks })?;
         let domain = domain(&layout.workspace, rank, heap, status, options.timeout);
-        Ok(Self { context, layout, domain, limits, cooperative: options.cooperative, kernels, barrier })
+        Ok(Self {
+            context,
+            layout,
+            domain,
+            limits,
+            cooperative: options.cooperative,
+            combine_roles: options.combine_roles,
+            kernels,
+            barrier,
+        })
     }
 
     /// Compiles and loads kernels, so that no later call does.

@@ -1,5 +1,6 @@
 //! What the tests send: a case, and data that depend on its seed, so that nothing of an earlier round can pass for this one's.
 
+use super::super::CombineRoles;
 use crate::layout::{CombineShape, DispatchShape, IndexWidth, Placement, ScaleOrder};
 
 /// How tokens choose experts.
@@ -44,6 +45,8 @@ pub(super) struct Case {
     pub(super) wild: bool,
     /// Blocks an operation may use; 0 for all.
     pub(super) blocks: usize,
+    /// Other roles of combine's warps than the formula's.
+    pub(super) roles: Option<CombineRoles>,
 }
 
 impl Case {
@@ -70,6 +73,7 @@ impl Case {
             sets: 2,
             wild: false,
             blocks: 0,
+            roles: None,
         }
     }
 

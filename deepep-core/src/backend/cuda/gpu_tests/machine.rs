@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use cuda_vmm::sys::{CUevent, CUresult, CUstream};
 use cuda_vmm::{Context, Cuda, Memory, PeerAccess, PlainMemory};
 
-use super::super::{Engine, EngineOptions, StatusBlock};
+use super::super::{CombineRoles, Engine, EngineOptions, StatusBlock};
 use crate::layout::{HeapConfig, HeapLayout, Operation, Phase, RecordKind};
 
 /// Longest wait of a kernel, and of the host for all kernels of a round.
@@ -142,7 +142,12 @@ pub(super) struct Group {
 }
 
 impl Group {
-    pub(super) fn new(machine: &Machine, config: &HeapConfig, blocks: usize) -> Outcome<Self> {
+    pub(super) fn new(
+        machine: &Machine,
+        config: &HeapConfig,
+        blocks: usize,
+        combine_roles: Option<CombineRoles>,
+    ) -> Outcome<Self> {
         let layout = HeapLayout::new(config)?;
         let devices = machine.devices();
         let context = |r: usize| &machine.contexts[r % devices];
@@ -171,6 +176,7 @@ impl Group {
                     Ok(value) => value == "1",
                     Err(_) => sharing == 1,
                 },
+                combine_roles,
                 ..EngineOptions::default()
             };
             // SAFETY: every heap has this layout, is reachable from all devices (peer access is enabled where devices differ),

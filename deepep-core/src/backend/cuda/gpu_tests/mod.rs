@@ -1,7 +1,7 @@
 //! The kernels on GPUs, against the oracle, bit by bit. All ranks live in this process; on a machine without a GPU the tests say so.
 //!
-//! `DEEPEP_TEST_RANKS=1,2,4` chooses the numbers of ranks (more than there are GPUs is fine), `DEEPEP_TEST_ROUNDS` the rounds of the stress
-//! test. `times` prints end-to-end times and is run by name: `--ignored times`.
+//! `DEEPEP_TEST_RANKS=1,2,4` chooses the numbers of ranks (more than there are GPUs is fine), `DEEPEP_TEST_COMBINE` the roles of combine's
+//! warps (see `roles`), `DEEPEP_TEST_ROUNDS` the rounds of the stress test. `times` prints end-to-end times and is run by name: `--ignored times`.
 
 mod cases;
 mod check;
@@ -21,7 +21,7 @@ use self::check::{POISON, Slots};
 use self::input::{Case, Input, Random};
 use self::machine::{Buffer, Group, Machine, Outcome};
 use self::oracle::Received;
-use super::{CombineLaunch, CombinePlan, DispatchLaunch, DispatchPlan, Engine};
+use super::{CombineLaunch, CombinePlan, CombineRoles, DispatchLaunch, DispatchPlan, Engine};
 use crate::layout::{HeapConfig, HeapLayout, Placement};
 
 const OUTPUT_SLOTS: usize = 3;
@@ -36,6 +36,21 @@ fn machine() -> Option<Machine> {
             None
         }
     }
+}
+
+/// `DEEPEP_TEST_COMBINE=4.4.7,2.4.9`: sender warps, stages and reducers of a combine block. Without it, the formula's.
+fn roles() -> Vec<Option<CombineRoles>> {
+    let Ok(text) = std::env::var("DEEPEP_TEST_COMBINE") else { return vec![None] };
+    let parse = |one: &str| {
+        let mut numbers = one.split('.').map(|n| n.trim().parse());
+        match (numbers.next(), numbers.next(), numbers.next()) {
+            (Some(Ok(row_warps)), Some(Ok(stages)), Some(Ok(reducers))) => {
+                Some(CombineRoles { row_warps, stages, reducers })
+            }
+            _ => None,
+        }
+    };
+    text.split(',').map(parse).collect()
 }
 
 fn numbers(variable: &str, default: &[usize]) -> Vec<usize> {
@@ -102,7 +117,7 @@ impl Bench {
             handle_slots: HANDLE_SLOTS,
             receive_sets: case.sets,
         };
-        let group = Group::new(machine, &config, case.blocks)?;
+        let group = Group::new(machine, &config, case.blocks, case.roles)?;
         let (dispatch, combine) = (case.dispatch_shape(), case.combine_shape());
         let plan = |r: &machine::Rank| {
             Ok((r.engine.plan_dispatch(&dispatch)?, r.engine.plan_combine(&combine, &dispatch)?))
@@ -282,7 +297,13 @@ fn every_case_matches_the_oracle() {
     let Some(machine) = machine() else { return };
     let mut failures = 0;
     for ranks in numbers("DEEPEP_TEST_RANKS", &[1, 2, 3, 4, 8]) {
-        let all = cases::all(ranks);
+        let mut all = Vec::new();
+        for roles in roles() {
+            let tag = roles.map_or(String::new(), |r| format!(", {r:?}"));
+            all.extend(
+                cases::all(ranks).into_iter().map(|(name, case)| (name + &tag, Case { roles, ..case })),
+            );
+        }
         let (count, start) = (all.len(), Instant::now());
         let mut bad = 0;
         for (name, case) in all {

@@ -1,8 +1,13 @@
 //! End-to-end times of the operations, for orientation; the real benchmark is the program's.
+//!
+//! `DEEPEP_TEST_TOKENS`, `DEEPEP_TEST_BLOCKS`, `DEEPEP_TEST_RANKS`, `DEEPEP_TEST_COMBINE` choose what is measured. Ranks may share a device;
+//! then nothing crosses a link, and the times say what the kernels cost without one.
+
+use cuda_vmm::sys::{CUgraph, CUgraphExec, CUstreamCaptureMode};
 
 use super::input::{Case, Input};
-use super::machine::{Buffer, Outcome};
-use super::{Bench, machine, numbers};
+use super::machine::{Buffer, Outcome, Rank};
+use super::{Bench, machine, numbers, roles};
 use crate::layout::Placement;
 
 const ITERATIONS: usize = 31;
@@ -15,6 +20,71 @@ enum Operation {
     Dispatch,
     Cached,
     Combine,
+    /// A dispatch and a combine of what it received.
+    Pair,
+}
+
+impl Operation {
+    const ALL: [(&str, Self); 5] = [
+        ("dispatch", Self::Dispatch),
+        ("cached", Self::Cached),
+        ("combine", Self::Combine),
+        ("pair", Self::Pair),
+        ("empty", Self::Empty),
+    ];
+}
+
+/// A graph of one rank's calls.
+struct Graph<'a> {
+    rank: &'a Rank,
+    graph: CUgraph,
+    exec: CUgraphExec,
+}
+
+impl<'a> Graph<'a> {
+    fn capture(rank: &'a Rank, calls: impl FnOnce() -> Outcome) -> Outcome<Self> {
+        let bound = rank.context.bind()?;
+        let driver = rank.context.device().cuda().driver();
+        let (mut graph, mut exec) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: the stream is the rank's own and idle. Thread-local: other ranks' streams are none of this capture's business.
+        unsafe {
+            driver.cuStreamBeginCapture(rank.stream, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        }?;
+        let outcome = calls();
+        // SAFETY: the capture that was begun above ends on the same stream.
+        unsafe { driver.cuStreamEndCapture(rank.stream, &mut graph) }?;
+        outcome?;
+        // SAFETY: the graph was just captured.
+        unsafe { driver.cuGraphInstantiateWithFlags(&mut exec, graph, 0) }?;
+        // SAFETY: as above; the stream is the rank's own.
+        unsafe { driver.cuGraphUpload(exec, rank.stream) }?;
+        drop(bound);
+        Ok(Self { rank, graph, exec })
+    }
+
+    fn launch(&self) -> Outcome {
+        let _bound = self.rank.context.bind()?;
+        // SAFETY: the graph is instantiated; its calls' memory lives as long as the bench.
+        unsafe { self.rank.context.device().cuda().driver().cuGraphLaunch(self.exec, self.rank.stream) }?;
+        Ok(())
+    }
+}
+
+impl Drop for Graph<'_> {
+    fn drop(&mut self) {
+        let Ok(_bound) = self.rank.context.bind() else { return };
+        let driver = self.rank.context.device().cuda().driver();
+        // SAFETY: made by `capture`, destroyed once; launches of it have been waited for.
+        let _ = unsafe { driver.cuGraphExecDestroy(self.exec) };
+        // SAFETY: as above.
+        let _ = unsafe { driver.cuGraphDestroy(self.graph) };
+    }
+}
+
+fn median(n: usize, mut sample: impl FnMut() -> Outcome<f64>) -> Outcome<f64> {
+    let mut all: Vec<f64> = (0..n).map(|_| sample()).collect::<Outcome<_>>()?;
+    all.sort_by(f64::total_cmp);
+    Ok(all[n / 2])
 }
 
 impl Bench {
@@ -24,43 +94,63 @@ impl Bench {
             Operation::Dispatch => self.launch_dispatch(r, 0, 0, 0, false),
             Operation::Cached => self.launch_dispatch(r, 0, 1, 0, true),
             Operation::Combine => self.launch_combine(r, 0, 0, 0),
+            Operation::Pair => {
+                self.launch_dispatch(r, 0, 0, 0, false)?;
+                self.launch_combine(r, 0, 0, 0)
+            }
         }
     }
 
-    /// Slowest rank, median; L2 emptied and ranks aligned by a barrier before each. Single call, then a call of a chain.
-    fn time(&self, operation: Operation) -> Outcome<(f64, f64)> {
-        let flush: Vec<Buffer> =
-            self.group.ranks.iter().map(|r| Buffer::new(&r.context, FLUSH)).collect::<Outcome<_>>()?;
+    /// Slowest rank, from event to event around `calls` on every rank, ranks aligned by a barrier before. `flush`: L2 is emptied first.
+    fn sample(&self, flush: &[Buffer], calls: impl Fn(usize) -> Outcome) -> Outcome<f64> {
         let events: Vec<_> =
             self.group.ranks.iter().map(|r| Ok((r.event()?, r.event()?))).collect::<Outcome<_>>()?;
-        let sample = |calls: usize| -> Outcome<f64> {
-            for (r, rank) in self.group.ranks.iter().enumerate() {
-                rank.overwrite(&flush[r], FLUSH)?;
-            }
-            for (r, rank) in self.group.ranks.iter().enumerate() {
-                // SAFETY: the stream is the rank's own.
-                unsafe { rank.engine.barrier(rank.stream) }?;
-                rank.record(events[r].0)?;
-                (0..calls).try_for_each(|_| self.launch(operation, r))?;
-                rank.record(events[r].1)?;
-            }
-            self.group.wait()?;
-            let times: Outcome<Vec<f64>> = self
-                .group
-                .ranks
-                .iter()
-                .zip(&events)
-                .map(|(rank, (from, to))| rank.microseconds(*from, *to))
-                .collect();
-            Ok(times?.into_iter().fold(0.0, f64::max) / calls as f64)
+        for (rank, buffer) in self.group.ranks.iter().zip(flush) {
+            rank.overwrite(buffer, FLUSH)?;
+        }
+        for (r, rank) in self.group.ranks.iter().enumerate() {
+            // SAFETY: the stream is the rank's own.
+            unsafe { rank.engine.barrier(rank.stream) }?;
+            rank.record(events[r].0)?;
+            calls(r)?;
+            rank.record(events[r].1)?;
+        }
+        self.group.wait()?;
+        let times: Outcome<Vec<f64>> = self
+            .group
+            .ranks
+            .iter()
+            .zip(&events)
+            .map(|(rank, (from, to))| rank.microseconds(*from, *to))
+            .collect();
+        Ok(times?.into_iter().fold(0.0, f64::max))
+    }
+
+    /// A single call, a call of a chain, and a call of a chain replayed as a graph; L2 emptied before each chain.
+    fn time(&self, operation: Operation) -> Outcome<[f64; 3]> {
+        let flush: Vec<Buffer> =
+            self.group.ranks.iter().map(|r| Buffer::new(&r.context, FLUSH)).collect::<Outcome<_>>()?;
+        let single = || self.sample(&flush, |r| self.launch(operation, r));
+        let chain = || {
+            let all = self.sample(&flush, |r| (0..CHAIN).try_for_each(|_| self.launch(operation, r)))?;
+            Ok(all / CHAIN as f64)
         };
-        let median = |calls: usize, n: usize| -> Outcome<f64> {
-            let mut all: Vec<f64> = (0..n).map(|_| sample(calls)).collect::<Outcome<_>>()?;
-            all.sort_by(f64::total_cmp);
-            Ok(all[n / 2])
-        };
-        median(1, 5)?;
-        Ok((median(1, ITERATIONS)?, median(CHAIN, 5)?))
+        median(5, single)?;
+        let (single, chained) = (median(ITERATIONS, single)?, median(5, chain)?);
+        if operation == Operation::Empty {
+            return Ok([single, chained, 0.0]);
+        }
+        let graphs: Vec<Graph<'_>> = self
+            .group
+            .ranks
+            .iter()
+            .enumerate()
+            .map(|(r, rank)| Graph::capture(rank, || (0..CHAIN).try_for_each(|_| self.launch(operation, r))))
+            .collect::<Outcome<_>>()?;
+        self.group.wait()?;
+        let replay = || Ok(self.sample(&flush, |r| graphs[r].launch())? / CHAIN as f64);
+        median(3, replay)?;
+        Ok([single, chained, median(11, replay)?])
     }
 }
 
@@ -68,38 +158,64 @@ impl Bench {
 #[ignore = "prints times, for a machine of its own"]
 fn times() {
     let Some(machine) = machine() else { return };
-    let ranks = machine.devices().min(8);
     let blocks = numbers("DEEPEP_TEST_BLOCKS", &[0, 64, 32, 16]);
-    eprintln!("{ranks} ranks, H 7168, top-8 of 256; µs: single (chained)");
-    for tokens in numbers("DEEPEP_TEST_TOKENS", &[4096, 128]) {
-        for blocks in &blocks {
-            for placement in [Placement::Plain, Placement::Expanded] {
-                let mut line = format!("T {tokens:5}, blocks {blocks:3}, {placement:?}:");
-                for (name, row_bytes, packs) in [("FP8", 7168, 56), ("BF16", 14336, 0)] {
-                    let mut case = Case::new(ranks, tokens, placement);
-                    (case.experts, case.topk, case.hidden) = (256 / ranks * ranks, 8, 7168);
-                    (case.row_bytes, case.scale_packs, case.blocks) = (row_bytes, packs, *blocks);
-                    let bench = Bench::new(&machine, &case).unwrap_or_else(|e| panic!("{e}"));
-                    let inputs = (0..ranks).map(|r| Input::new(&case, r, 1)).collect();
-                    let round = bench.prepare(inputs, 1);
-                    bench.upload(0, &round).unwrap_or_else(|e| panic!("{e}"));
-                    let mut operations =
-                        vec![("dispatch", Operation::Dispatch), ("cached", Operation::Cached)];
-                    if name == "BF16" {
-                        operations.push(("combine", Operation::Combine));
-                        operations.push(("empty", Operation::Empty));
+    let quick = std::env::var("DEEPEP_TEST_ONLY").unwrap_or_default();
+    for ranks in numbers("DEEPEP_TEST_RANKS", &[machine.devices().clamp(2, 8)]) {
+        eprintln!(
+            "{ranks} ranks on {} GPUs, H 7168, top-8 of 256; µs: single (chained, graph)",
+            machine.devices()
+        );
+        for tokens in numbers("DEEPEP_TEST_TOKENS", &[4096, 128]) {
+            for &blocks in &blocks {
+                for placement in [Placement::Plain, Placement::Expanded] {
+                    for (name, row_bytes, packs) in [("FP8", 7168, 56), ("BF16", 14336, 0)] {
+                        for roles in roles() {
+                            let mut case = Case::new(ranks, tokens, placement);
+                            (case.experts, case.topk, case.hidden) = (256 / ranks * ranks, 8, 7168);
+                            (case.row_bytes, case.scale_packs, case.blocks) = (row_bytes, packs, blocks);
+                            case.roles = roles;
+                            let head = format!("T {tokens:5}, blocks {blocks:3}, {placement:?}, {name}:");
+                            let line =
+                                times_of(&machine, &case, &quick).unwrap_or_else(|e| panic!("{head} {e}"));
+                            if !line.is_empty() {
+                                eprintln!(
+                                    "{head}{line}{}",
+                                    roles.map_or(String::new(), |r| format!(" {r:?}"))
+                                );
+                            }
+                        }
                     }
-                    for (what, operation) in operations {
-                        let (single, chained) =
-                            bench.time(operation).unwrap_or_else(|e| panic!("{line} {e}"));
-                        line += &format!(" {name} {what} {single:.1} ({chained:.1});");
-                    }
-                    bench
-                        .check_dispatch(&round, &round.inputs, 0, 0, false)
-                        .unwrap_or_else(|e| panic!("{line} {e}"));
                 }
-                eprintln!("{line}");
             }
         }
     }
+}
+
+/// `only`: names of operations, or nothing for all.
+fn times_of(machine: &super::Machine, case: &Case, only: &str) -> Outcome<String> {
+    let mut line = String::new();
+    let wanted: Vec<_> = Operation::ALL
+        .into_iter()
+        .filter(|&(name, operation)| {
+            // Combine does not depend on what dispatch sent.
+            let combines = !matches!(operation, Operation::Combine) || case.scale_packs == 0;
+            combines && (only.is_empty() || only.split(',').any(|o| o == name))
+        })
+        .collect();
+    if wanted.is_empty() {
+        return Ok(line);
+    }
+    let bench = Bench::new(machine, case)?;
+    let inputs = (0..case.ranks).map(|r| Input::new(case, r, 1)).collect();
+    let round = bench.prepare(inputs, 1);
+    bench.upload(0, &round)?;
+    bench.each(true, |r| bench.launch_dispatch(r, 0, 0, 0, false))?;
+    for (name, operation) in wanted {
+        let [single, chained, graph] = bench.time(operation)?;
+        line += &format!(" {name} {single:.1} ({chained:.1}, {graph:.1});");
+    }
+    bench.check_dispatch(&round, &round.inputs, 0, 0, false)?;
+    bench.each(true, |r| bench.launch_combine(r, 0, 0, 0))?;
+    bench.check_combine(0, &round)?;
+    Ok(line)
 }

@@ -1,0 +1,203 @@
+// Sums of rows that lie anywhere, by one warp. The rows come in pieces by bulk loads into a ring in shared memory, several pieces ahead
+// of the sum, also those of the next result: the warp waits for memory once, not once a piece.
+//
+// Who writes a piece of the ring: the copy engine, after the lane that starts the load has met all lanes that read the piece before
+// (warp barrier) and executed a proxy fence. Who waits: all lanes, at the batch's barrier. A batch is one to `limit` rows of one piece.
+#pragma once
+#include "ops/combine/block.cuh"
+#include "ops/combine/sum.cuh"
+
+// Vectors of a lane in a piece of a row, and the bytes of a piece.
+constexpr u32 VECTORS = 4;
+static_assert(PIECE_BYTES == VECTORS * 32 * 16, "a warp reads a piece as whole vectors");
+
+// The rows of one result, in the order in which they are added. If there are several rows of the own rank whose sum is rounded for itself,
+// they come first: it is a term of the result like the rows behind them, with `before` of these in front of it.
+struct Terms {
+    u64 address;  // a row of this lane
+    i32 at;       // its number, or −1
+    u32 partial;  // rows of the partial sum, or 0
+    u32 rows;     // all rows
+    u32 before;
+
+    // `own`: lanes whose rows make up the partial sum. `others`: lanes whose rows are terms. `stands`: lane of the partial sum.
+    DEVICE void set(u32 lane, u64 row, u32 own, u32 others, u32 stands) {
+        address = row;
+        partial = __popc(own);
+        rows = partial + __popc(others);
+        before = __popc(others & warp::below(stands));
+        at = own >> lane & 1      ? (i32)__popc(own & warp::below(lane))
+             : others >> lane & 1 ? (i32)(partial + __popc(others & warp::below(lane)))
+                                  : -1;
+    }
+    DEVICE u32 terms() const { return rows - partial + (partial != 0); }
+};
+
+// Walk: what is summed, and what becomes of it. Its functions are called by whole warps.
+//   static constexpr bool PARTIAL: whether there are partial sums.
+//   bool take(Terms&): the next result, or false at the end.
+//   bool ready(bool wait): all rows of that result are there; if `wait`, false only after an abort.
+//   void begin(): that result becomes the current one.
+//   u32 biases(Sum (&)[VECTORS], u32 from): adds biases to a cleared sum; how many.
+//   bool put(u32 from, const Vec16 (&)[VECTORS]): a piece of the current result, from byte `from`.
+//   void end(): of the current result.
+struct Gather {
+    const Block& b;
+    u8* pieces;
+    u64* bars;
+    u32 count, limit;      // pieces of the ring, and most rows of a batch
+    u32 head, used;        // first free piece; pieces that are loading or loaded
+    u32 started, ended;    // batches
+    Terms next;            // the result whose rows are being loaded
+    u32 from, first;       // its next batch: byte and row
+    bool ahead, more;      // it is not the current one; there may be one behind it
+    bool there;            // its rows from other ranks have arrived
+
+    DEVICE Gather(const Block& block, u32 ring)
+        : b(block), pieces(block.stages + block.p.rings + (u64)ring * block.p.pieces * PIECE_BYTES),
+          bars(block.control.bars[block.warp]), count(block.p.pieces), limit(block.p.pieces / 2), head(0), used(0), started(0),
+          ended(0), from(0), first(0), ahead(false), more(true), there(false) {
+        next.rows = 0;
+    }
+
+    DEVICE u32 batch(const Terms& t, u32 row) const { return t.rows - row < limit ? t.rows - row : limit; }
+    DEVICE u32 bytes(u32 byte) const { return b.p.row_bytes - byte < PIECE_BYTES ? b.p.row_bytes - byte : PIECE_BYTES; }
+
+    // Loads as much as there is room for, up to the end of the result behind the current one. False after an abort.
+    template <class Walk>
+    DEVICE bool fill(Walk& walk) {
+        for (;;) {
+            if (next.rows == 0 || from >= b.p.row_bytes) {
+                if (ahead || !more) return true;
+                more = walk.take(next);
+                if (!more) {
+                    next.rows = 0;
+                    return true;
+                }
+                ahead = true;
+                from = first = 0;
+                there = walk.ready(false);
+                continue;
+            }
+            const u32 n = batch(next, first);
+            if (used + n > count || started - ended == MAX_STAGES) return true;
+            // Rows of a partial sum are this rank's own and need not be waited for.
+            if (!there && first + n > next.partial) {
+                if (started != ended) return true;
+                if (!walk.ready(true)) return false;
+                there = true;
+            }
+            u64* bar = bars + started % MAX_STAGES;
+            const u32 size = bytes(from), at = (u32)next.at - first;
+            if (b.lane == 0) arch::mbarrier_expect(bar, n * size);
+            warp::sync();
+            if (at < n) {
+                u32 piece = head + at;
+                if (piece >= count) piece -= count;
+                arch::fence_proxy_shared();
+                arch::bulk_load(pieces + piece * PIECE_BYTES, (const void*)(next.address + from), size, bar);
+            }
+            head += n;
+            if (head >= count) head -= count;
+            used += n;
+            started++;
+            first += n;
+            if (first == next.rows) {
+                first = 0;
+                from += PIECE_BYTES;
+            }
+        }
+    }
+    // The oldest batch has arrived.
+    DEVICE bool wait() const {
+        const u32 s = ended % MAX_STAGES, phase = ended / MAX_STAGES & 1;
+        return warp::all(wait_until(b.d, b.place(PHASE_LOCAL_COPY, b.me, s), 1,
+                                    [&](u64&) { return arch::mbarrier_try_wait(bars + s, phase); }));
+    }
+    // After an abort: lets loads that are under way end.
+    DEVICE void drain() {
+        const u64 start = arch::now_ns();
+        for (; ended != started; ended++)
+            while (!arch::mbarrier_try_wait(bars + ended % MAX_STAGES, ended / MAX_STAGES & 1))
+                if (arch::now_ns() - start > b.d.timeout_ns) return;
+    }
+
+    // One piece of the current result.
+    template <class Walk>
+    DEVICE bool piece(Walk& walk, const Terms& now, u32 at) {
+        const bool several = Walk::PARTIAL && now.partial != 0;
+        Sum sum[VECTORS];
+        Vec16 kept[VECTORS];  // the partial sum, or the last row
+        u32 biases = 0, n = 0, left = 0, slot = 0;
+#pragma unroll
+        for (u32 j = 0; j < VECTORS; j++) {
+            sum[j].clear();
+            kept[j] = {0, 0, 0, 0};
+        }
+        if (!several) biases = walk.biases(sum, at);
+        const auto end_partial = [&] {
+#pragma unroll
+            for (u32 j = 0; j < VECTORS; j++) {
+                kept[j] = sum[j].round();
+                sum[j].clear();
+            }
+            biases = walk.biases(sum, at);
+        };
+        const auto add_partial = [&] {
+#pragma unroll
+            for (u32 j = 0; j < VECTORS; j++) sum[j].add(kept[j]);
+        };
+#pragma unroll 1
+        for (u32 i = 0; i < now.rows; i++) {
+            if (left == 0) {
+                if (!fill(walk) || !wait()) return false;
+                left = n = batch(now, i);
+                slot = head + count - used;
+                if (slot >= count) slot -= count;
+            }
+            if constexpr (Walk::PARTIAL) {
+                if (several && i == now.partial) end_partial();
+                if (several && i == now.partial + now.before) add_partial();
+            }
+            const Vec16* row = (const Vec16*)(pieces + slot * PIECE_BYTES) + b.lane;
+#pragma unroll
+            for (u32 j = 0; j < VECTORS; j++) {
+                const Vec16 v = row[32 * j];
+                sum[j].add(v);
+                if (!several) kept[j] = v;
+            }
+            if (++slot == count) slot = 0;
+            if (--left == 0) {
+                // All lanes have read what may be overwritten from now on.
+                warp::sync();
+                used -= n;
+                ended++;
+            }
+        }
+        if constexpr (Walk::PARTIAL) {
+            if (several && now.rows == now.partial) end_partial();
+            if (several && now.rows == now.partial + now.before) add_partial();
+        }
+        // One term and no bias: its bits. No term at all: +0.
+        const bool copy = biases == 0 && now.terms() <= 1;
+        Vec16 result[VECTORS];
+#pragma unroll
+        for (u32 j = 0; j < VECTORS; j++) result[j] = copy ? kept[j] : sum[j].round();
+        return walk.put(at, result);
+    }
+
+    template <class Walk>
+    DEVICE bool run(Walk& walk) {
+        for (;;) {
+            if (!fill(walk)) return false;
+            if (!ahead) return true;
+            ahead = false;
+            const Terms now = next;
+            walk.begin();
+#pragma unroll 1
+            for (u32 at = 0; at < b.p.row_bytes; at += PIECE_BYTES)
+                if (!piece(walk, now, at)) return false;
+            walk.end();
+        }
+    }
+};

@@ -1,0 +1,111 @@
+// Rows of a token summed where they are, and the sum sent to the token's owner.
+#pragma once
+#include "ops/combine/gather.cuh"
+#include "ops/combine/send.cuh"
+
+// The received tokens that one warp sends back (see Gather). A piece of a sum leaves as soon as it is there.
+//
+// Piece slot s of the warp belongs to lane s, which issues its stores. A slot is written again when its store has completed, not only
+// read: so when the slot of a token's last piece comes round again, all pieces of the token have completed, and its flag is
+// handed in.
+struct SumSender {
+    static constexpr bool PARTIAL = false;
+    struct Token {
+        u32 peer, token, lanes;
+        i32 row;  // of this lane, −1 for lanes that live elsewhere
+    };
+
+    const Block& b;
+    Worklist list;
+    u8* slots;
+    u32 slot, count;           // next slot, and how many there are
+    u32 flag;                  // of the token whose last piece was stored from this lane's slot
+    bool some;                 // `ahead` is a token
+    Token ahead, coming, now;  // being looked up, being loaded, being summed
+    Weights weights;
+
+    DEVICE SumSender(const Block& block, u32 worker, u32 workers)
+        : b(block), list(block, worker, workers), slots(block.stages + (u64)block.warp * block.p.stages * PIECE_BYTES), slot(0),
+          count(block.p.stages), flag(EMPTY), some(true), weights(block) {
+        look_up();
+    }
+    DEVICE void look_up() {
+        const u32 k = list.next();
+        some = k < 32;
+        if (!some) return;
+        ahead.peer = warp::get(list.peer, k);
+        ahead.token = warp::get(list.token, k);
+        ahead.lanes = warp::get(list.lanes, k);
+        const u64 index = warp::get(list.index, k);
+        ahead.row = -1;
+        if (ahead.lanes >> b.lane & 1) ahead.row = b.handle<i32>(b.p.lane_row)[index * b.p.lanes + b.lane];
+    }
+    DEVICE bool publish() {
+        const bool ok = flag == EMPTY || hand_in(b.d, b.control.mail, b.place(PHASE_ANNOUNCER, b.me, b.warp), flag);
+        flag = EMPTY;
+        return ok;
+    }
+
+    DEVICE bool take(Terms& terms) {
+        if (!some) return false;
+        coming = ahead;
+        look_up();
+        const u64 row = (u64)b.x_row(coming.row < 0 ? 0 : coming.row);
+        terms.set(b.lane, row, 0, coming.lanes, 0);
+        return true;
+    }
+    DEVICE bool ready(bool) const { return true; }
+    DEVICE void begin() {
+        now = coming;
+        weights.take(now.peer, now.token, now.lanes, now.row < 0 ? 0 : now.row);
+    }
+    DEVICE u32 biases(Sum (&)[VECTORS], u32) const { return 0; }
+    DEVICE bool put(u32 from, const Vec16 (&v)[VECTORS]) {
+        bool ok = true;
+        if (b.lane == slot) {
+            arch::bulk_wait();
+            ok = publish();
+        }
+        if (!warp::all(ok)) return false;
+        warp::sync();
+        Vec16* to = (Vec16*)(slots + slot * PIECE_BYTES) + b.lane;
+#pragma unroll
+        for (u32 j = 0; j < VECTORS; j++) to[32 * j] = v[j];
+        // What lanes wrote, before the copy engine reads it.
+        arch::fence_proxy_shared();
+        warp::sync();
+        if (b.lane == slot) {
+            const u32 left = b.p.row_bytes - from, cell = b.cell(b.p.by_lane ? highest(now.lanes) : rank_slot(b.me, now.peer), now.token);
+            arch::bulk_store((void*)(b.receive_row(now.peer, cell) + from), slots + slot * PIECE_BYTES, left < PIECE_BYTES ? left : PIECE_BYTES);
+            arch::bulk_commit();
+            if (left <= PIECE_BYTES) flag = now.peer << CODE_RANK_SHIFT | cell;
+        }
+        if (++slot == count) slot = 0;
+        return true;
+    }
+    DEVICE void end() const {}
+
+    // After the last token: everything has left.
+    DEVICE void finish(bool ok) {
+        weights.flush();
+        arch::bulk_wait();
+        warp::sync();
+        if (ok) publish();
+        warp::sync();
+        if (b.lane == 0) hand_in_done(b.control.mail);
+    }
+};
+
+DEVICE void send_sums(const Block& b, u32 worker, u32 workers) {
+    Gather gather(b, b.warp);
+    const bool started = wait_started(b);
+    bool ok = started;
+    if (started) {
+        SumSender sender(b, worker, workers);
+        ok = gather.run(sender);
+        sender.finish(ok);
+    } else if (b.lane == 0) {
+        hand_in_done(b.control.mail);
+    }
+    if (!ok) gather.drain();
+}

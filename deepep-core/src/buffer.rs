@@ -2,12 +2,12 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use cuda_vmm::Cuda;
+use cuda_vmm::{Cuda, Device};
 
-use crate::backend::platform::{self, Platform};
+use crate::backend::platform::{Platform, Seat};
 use crate::backend::{Backend, Order};
 use crate::bootstrap::Bootstrap;
 use crate::bootstrap::agree::{agree, compare};
@@ -16,7 +16,7 @@ use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::handle::{Dispatched, Handle, SlotKind, Slots};
 use crate::layout::{HeapLayout, IndexWidth, ScaleOrder};
-use crate::ops::{CombineArgs, DispatchArgs, require_order};
+use crate::ops::{CombineArgs, DispatchArgs};
 use crate::stream::{Event, EventRef, StreamRef};
 use crate::symmetric::{self, Heap, Request};
 use crate::tensor::DType;
@@ -29,8 +29,6 @@ pub(crate) struct Shared {
     pub(crate) backend: Box<dyn Backend>,
     outputs: Slots,
     handles: Slots,
-    /// Number of dispatches so far.
-    pub(crate) dispatches: AtomicU32,
     /// After the backend, which works on it.
     pub(crate) heap: Arc<Heap>,
 }
@@ -99,6 +97,7 @@ impl Handle {
 /// ```
 pub struct ElasticBuffer {
     shared: Arc<Shared>,
+    device: Device,
     domain: Domain,
     broken: Option<String>,
     bootstrap: Box<dyn Bootstrap>,
@@ -138,6 +137,17 @@ impl ElasticBuffer {
     /// Which processors run the operations.
     pub fn backend(&self) -> BackendKind {
         self.shared.backend.kind()
+    }
+
+    /// The device whose memory this rank's heap is: a GPU, or an emulated one on the host backend.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The stream of the operations for which no stream is given; `None` on the host backend. It is the buffer's own and independent of
+    /// the device's default stream: what an operation reads must be there when it is called, or be ordered by an event.
+    pub fn stream(&self) -> Option<StreamRef<'_>> {
+        self.shared.backend.stream()
     }
 
     /// The symmetric heap: every rank's range, mapped here.
@@ -191,7 +201,7 @@ impl ElasticBuffer {
     ) -> Result<Event> {
         self.check()?;
         let order = Order { stream, after };
-        require_order(&*self.shared.backend, &order)?;
+        self.shared.backend.admit(&order, false)?;
         let outcome = self.shared.backend.barrier(order).map(Ok);
         self.settle(outcome)
     }
@@ -280,6 +290,8 @@ impl Builder {
         hybrid: bool,
         /// The longest that an operation waits for another rank.
         timeout: Duration,
+        /// Most multiprocessors of a GPU that an operation may use.
+        multiprocessors: usize,
         /// Which processors run the operations.
         backend: BackendKind,
         /// Device ordinal of this rank.
@@ -324,15 +336,16 @@ impl Builder {
             let need = "this version connects the ranks of one host; start one group on each host";
             return Err(Error::invalid("hosts", shape.scale_out, need));
         }
+        let seat = platform.seat(&*bootstrap, config.device.unwrap_or(domain.local_rank()))?;
         let request = Request {
             device_bytes: layout.bytes,
             host_bytes: config.host_bytes,
             hybrid: config.hybrid,
-            device: platform.device(config.device.unwrap_or(domain.local_rank())),
+            device: seat.device.ordinal(),
             space: platform.space(),
         };
         let heap = symmetric::allocate(&*bootstrap, &domain, &platform.cuda, &request)?;
-        assemble(config, layout, platform.kind, domain, heap, bootstrap)
+        assemble(config, layout, seat, domain, heap, bootstrap)
     }
 }
 
@@ -340,27 +353,26 @@ impl Builder {
 fn assemble(
     config: Config,
     layout: HeapLayout,
-    kind: BackendKind,
+    seat: Seat,
     domain: Domain,
     heap: Heap,
     bootstrap: Box<dyn Bootstrap>,
 ) -> Result<ElasticBuffer> {
     static BUFFERS: AtomicU64 = AtomicU64::new(1);
     let heap = Arc::new(heap);
-    let started = platform::start(kind, &heap, &layout, &config);
+    let started = seat.start(&heap, &layout, &config);
     let backend = agree(&*bootstrap, "starting the backend", started)?;
     let shared = Arc::new(Shared {
         id: BUFFERS.fetch_add(1, Ordering::Relaxed),
         outputs: Slots::new(config.output_slots),
         handles: Slots::new(config.handle_slots),
-        dispatches: AtomicU32::new(0),
         config,
         layout,
         backend,
         heap,
     });
     bootstrap.barrier()?;
-    Ok(ElasticBuffer { shared, domain, broken: None, bootstrap })
+    Ok(ElasticBuffer { shared, device: seat.device, domain, broken: None, bootstrap })
 }
 
 impl fmt::Debug for ElasticBuffer {

@@ -156,11 +156,12 @@ impl CollectivesBuilder {
         let memory = match layout {
             None => None,
             Some(layout) => {
+                let seat = platform.seat(&*bootstrap, self.device.unwrap_or(domain.local_rank()))?;
                 let request = Request {
                     device_bytes: layout.bytes,
                     host_bytes: 0,
                     hybrid: false,
-                    device: platform.device(self.device.unwrap_or(domain.local_rank())),
+                    device: seat.device.ordinal(),
                     space: platform.space(),
                 };
                 let heap = symmetric::allocate(&*bootstrap, &domain, &platform.cuda, &request)?;

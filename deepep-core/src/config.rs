@@ -43,7 +43,7 @@ impl BackendKind {
 
 /// The largest calls that a buffer takes, and how much it can hold at a time.
 ///
-/// Start from [`Config::new`] and change fields. Apart from `device`, all ranks use the same values; the buffer compares them when it is
+/// Start from [`Config::new`] and change fields. Apart from `device` and `multiprocessors`, all ranks use the same values; the buffer compares them when it is
 /// built.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
@@ -86,6 +86,8 @@ pub struct Config {
     pub hybrid: bool,
     /// The longest that an operation waits for another rank.
     pub timeout: Duration,
+    /// Most multiprocessors of a GPU that an operation may use; without it all, or an equal share where ranks share a GPU. May differ between ranks.
+    pub multiprocessors: Option<usize>,
     /// Which processors run the operations.
     pub backend: BackendKind,
     /// Device ordinal of this rank; without it the launcher's local rank or the rank, modulo the number of devices.
@@ -115,6 +117,7 @@ impl Config {
             host_bytes: 0,
             hybrid: false,
             timeout: Duration::from_secs(100),
+            multiprocessors: None,
             backend: BackendKind::Auto,
             device: None,
         }
@@ -131,6 +134,9 @@ impl Config {
     pub(crate) fn heap_config(&self, ranks: usize) -> Result<HeapConfig> {
         if !self.plain && self.expanded.is_none() {
             return Err(Error::invalid("plain", false, "a buffer takes plain or expanded results, or both"));
+        }
+        if self.multiprocessors == Some(0) {
+            return Err(Error::invalid("multiprocessors", 0, "an operation needs at least one"));
         }
         if self.timeout.is_zero() {
             return Err(Error::invalid("timeout", "0", "must be longer than nothing"));
@@ -254,6 +260,7 @@ mod tests {
             ("expert_alignment", |c| c.expanded = Some(0)),
             ("host_bytes", |c| c.host_bytes = 4096),
             ("timeout", |c| c.timeout = Duration::ZERO),
+            ("multiprocessors", |c| c.multiprocessors = Some(0)),
             ("output_slots", |c| c.output_slots = 0),
             ("receive_sets", |c| c.receive_sets = 3),
         ];

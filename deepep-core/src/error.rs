@@ -188,6 +188,17 @@ pub enum Error {
         seen: Option<u64>,
     },
 
+    /// Work of this rank has not ended in time, and no kernel has given up: work before it on its stream may take longer.
+    #[error("{what} of rank {rank} has not run after {waited:?}")]
+    StillRunning {
+        /// What was being waited for.
+        what: &'static str,
+        /// This rank.
+        rank: usize,
+        /// How long was waited.
+        waited: Duration,
+    },
+
     /// A peer closed its connection or was dropped.
     #[error("{phase}: rank {rank} has left")]
     PeerLeft {

@@ -3,10 +3,10 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::backend::{Copy2d, Counts, Order};
+use crate::backend::{Copy2d, Counts, Order, Ran};
 use crate::buffer::Shared;
 use crate::layout::{DispatchShape, HandleLayout, OutputLayout, Placement};
-use crate::ops::{require_order, require_space};
+use crate::ops::require_space;
 use crate::stream::{Event, StreamRef};
 use crate::tensor::{DType, TensorMut, TensorRef};
 use crate::{Error, Result};
@@ -173,6 +173,7 @@ pub struct Dispatched {
     pub(crate) scale_dtype: Option<DType>,
     pub(crate) weighted: bool,
     pub(crate) number: u32,
+    pub(crate) cached: bool,
     pub(crate) event: Event,
 }
 
@@ -241,12 +242,23 @@ impl Dispatched {
     }
 
     /// Whether the dispatch, which must have run, delivered everything. Of use when it did not wait for counts: then a call over
-    /// capacity delivers nothing, on all ranks, and says so here.
+    /// capacity delivers nothing, on all ranks, and says so here; and so does, on the CUDA backend, the rank whose ids were wrong. Of
+    /// several calls with wrong ids the newest is known.
     ///
     /// # Errors
-    /// [`CapacityExceeded`](Error::CapacityExceeded) with the number that is needed.
+    /// [`CapacityExceeded`](Error::CapacityExceeded) with the number that is needed;
+    /// [`ExpertOutOfRange`](Error::ExpertOutOfRange) or [`DuplicateExpert`](Error::DuplicateExpert) for a lane that counted as none;
+    /// [`PeerTimeout`](Error::PeerTimeout) if a rank gave up.
     pub fn check(&self) -> Result<()> {
-        match self.lease.shared.backend.problem(self.number)? {
+        let handle = &self.handle.0;
+        let ran = Ran {
+            number: self.number,
+            shape: &self.shape,
+            handle: &handle.layout,
+            handle_slot: handle.lease.slot,
+            cached: self.cached,
+        };
+        match self.lease.shared.backend.problem(ran)? {
             Some(problem) => Err(problem.into()),
             None => Ok(()),
         }
@@ -266,7 +278,7 @@ impl Dispatched {
     ) -> Result<Event> {
         let shared = &self.lease.shared;
         let order = Order { stream, after: None };
-        require_order(&*shared.backend, &order)?;
+        shared.backend.admit(&order, false)?;
         require_space(&*shared.backend, "out", &out)?;
         let slot = self.address(0)..self.address(self.output.bytes);
         if view.bytes() > 0 && !slot.contains(&view.address()) {

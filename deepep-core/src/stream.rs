@@ -71,6 +71,11 @@ impl Event {
         Self(None)
     }
 
+    /// Of an operation that was enqueued.
+    pub(crate) fn enqueued(source: Arc<dyn EventSource>) -> Self {
+        Self(Some(source))
+    }
+
     /// Whether the operation has run.
     ///
     /// # Errors

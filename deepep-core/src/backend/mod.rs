@@ -3,20 +3,17 @@
 //! Operations are validated and planned in `ops`; a backend gets calls in which every size and offset is settled, and carries out the
 //! protocol of `docs/protocol.md`.
 
+pub(crate) mod abort;
 pub(crate) mod collective;
-#[allow(dead_code)] // Nothing chooses it yet but its tests.
 pub(crate) mod cuda;
 pub(crate) mod host;
 pub(crate) mod platform;
 
-use std::borrow::Cow;
 use std::time::Duration;
 
 use crate::config::BackendKind;
-use crate::error::{Difference, Error, Result};
-use crate::layout::{
-    CombineShape, DispatchShape, HandleLayout, Operation, OutputLayout, Phase, ReceiveLayout,
-};
+use crate::error::{Error, Result};
+use crate::layout::{CombineShape, DispatchShape, HandleLayout, OutputLayout, ReceiveLayout};
 use crate::stream::{Event, EventRef, StreamRef};
 use crate::tensor::{Extent, TensorMut, TensorRef};
 
@@ -85,8 +82,6 @@ pub(crate) enum Positions<'a> {
 /// A dispatch, ready to run.
 #[derive(Debug)]
 pub(crate) struct DispatchCall<'a> {
-    /// Number of this dispatch on the buffer, from 1.
-    pub(crate) number: u32,
     pub(crate) shape: DispatchShape,
     pub(crate) output: OutputLayout,
     pub(crate) handle: HandleLayout,
@@ -152,7 +147,12 @@ pub struct Counts {
 /// Something that went wrong in an operation after which the buffer can go on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Problem {
+    /// No rank moved a row.
     Capacity { what: &'static str, rank: usize, needed: u64, capacity: u64 },
+    /// The lane counted as none.
+    ExpertOutOfRange { rank: usize, token: usize, lane: usize, expert: i64, experts: usize },
+    /// The second lane counted as none.
+    DuplicateExpert { rank: usize, token: usize, first: usize, second: usize, expert: i64 },
 }
 
 impl From<Problem> for Error {
@@ -161,6 +161,12 @@ impl From<Problem> for Error {
             Problem::Capacity { what, rank, needed, capacity } => {
                 Self::CapacityExceeded { what, rank, needed, capacity }
             }
+            Problem::ExpertOutOfRange { rank, token, lane, expert, experts } => {
+                Self::ExpertOutOfRange { rank, token, lane, expert, experts }
+            }
+            Problem::DuplicateExpert { rank, token, first, second, expert } => {
+                Self::DuplicateExpert { rank, token, first, second, expert }
+            }
         }
     }
 }
@@ -168,42 +174,39 @@ impl From<Problem> for Error {
 /// What a dispatch gives back at once.
 #[derive(Debug)]
 pub(crate) struct DispatchOutcome {
+    /// Number of this dispatch on the buffer, from 1; equal on all ranks.
+    pub(crate) number: u32,
     /// There if exact counts were asked for.
     pub(crate) counts: Option<Counts>,
+    /// Known at once only if exact counts were asked for.
+    pub(crate) problem: Option<Problem>,
     pub(crate) event: Event,
 }
 
-/// What was being waited for, in words.
-pub(crate) fn phase_name(operation: Option<Operation>, phase: Option<Phase>) -> Cow<'static, str> {
-    let operation = operation.map_or("unknown operation", Operation::describe);
-    let phase = phase.map_or("unknown phase", Phase::describe);
-    if operation == phase { operation.into() } else { format!("{operation}, {phase}").into() }
-}
-
-/// Ranks made different calls at the same time.
-pub(crate) fn calls_differ(digests: &[u32]) -> Error {
-    let mut values: Vec<(String, Vec<usize>)> = Vec::new();
-    for (rank, digest) in digests.iter().enumerate() {
-        let value = format!("{digest:#010x}");
-        match values.iter_mut().find(|(v, _)| *v == value) {
-            Some((_, ranks)) => ranks.push(rank),
-            None => values.push((value, vec![rank])),
-        }
-    }
-    let field = "dispatch call (digest of shape, layout, alignment, capacities and handle)".into();
-    Error::RanksDisagree { differences: vec![Difference { field, values }] }
+/// A dispatch that has run.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ran<'a> {
+    pub(crate) number: u32,
+    pub(crate) shape: &'a DispatchShape,
+    pub(crate) handle: &'a HandleLayout,
+    pub(crate) handle_slot: usize,
+    /// Its positions are an earlier dispatch's.
+    pub(crate) cached: bool,
 }
 
 /// Runs operations on one rank. The caller makes one call at a time; all ranks make the same calls in the same order.
 ///
-/// An error means that ranks may no longer agree and the buffer is not used again, except for [`Problem`]s.
+/// An error means that ranks may no longer agree and the buffer is not used again. An inner error, of dispatch and combine, is about one
+/// call: nothing was sent, and the call can be repeated.
 pub(crate) trait Backend: Send + Sync {
     fn kind(&self) -> BackendKind;
-    fn dispatch(&self, call: DispatchCall<'_>) -> Result<DispatchOutcome>;
-    fn combine(&self, call: CombineCall<'_>) -> Result<Event>;
+    /// Checks, before anything is enqueued, that an operation can be ordered like this and its host can wait for it if it is to.
+    fn admit(&self, order: &Order<'_>, waits: bool) -> Result<()>;
+    fn dispatch(&self, call: DispatchCall<'_>) -> Result<Result<DispatchOutcome>>;
+    fn combine(&self, call: CombineCall<'_>) -> Result<Result<Event>>;
     fn barrier(&self, order: Order<'_>) -> Result<Event>;
-    /// The problem of a dispatch that has run, by its number.
-    fn problem(&self, number: u32) -> Result<Option<Problem>>;
+    /// The problem of a dispatch that did not wait for counts.
+    fn problem(&self, ran: Ran<'_>) -> Result<Option<Problem>>;
     /// Copies memory that the backend's processor uses, in stream order.
     ///
     /// # Safety
@@ -211,4 +214,6 @@ pub(crate) trait Backend: Send + Sync {
     unsafe fn copy(&self, copy: Copy2d, order: Order<'_>) -> Result<Event>;
     /// Blocks until everything enqueued so far has run.
     fn synchronize(&self, timeout: Duration) -> Result<()>;
+    /// The stream of operations for which the caller gives none.
+    fn stream(&self) -> Option<StreamRef<'_>>;
 }

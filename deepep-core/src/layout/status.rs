@@ -178,6 +178,24 @@ impl AbortWord {
     }
 }
 
+impl StatusRecord {
+    /// An abort record as the word that was in the abort cell.
+    pub const fn abort_word(&self) -> AbortWord {
+        AbortWord {
+            epoch: self.sequence,
+            missing: self.peer,
+            origin: self.rank,
+            phase: self.phase,
+            operation: self.operation,
+        }
+    }
+
+    /// An abort record's values that would have ended the wait and that were there instead. Only the rank that gave up first has them.
+    pub const fn values(&self) -> Option<[u64; 2]> {
+        if self.expected | self.seen == 0 { None } else { Some([self.expected, self.seen]) }
+    }
+}
+
 /// Offsets in the status block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StatusLayout {

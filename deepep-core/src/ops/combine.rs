@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{require_order, require_space};
+use super::{require_rows, require_space};
 use crate::backend::{CombineCall, Order};
 use crate::buffer::Shared;
 use crate::config::Reduction;
@@ -72,7 +72,7 @@ impl<'a> CombineArgs<'a> {
     /// Validates, plans and launches. The outer result is about the buffer's state, the inner one about this call alone.
     pub(crate) fn run(self, shared: &Arc<Shared>) -> Result<Result<Event>> {
         match self.plan(shared) {
-            Ok(call) => shared.backend.combine(call).map(Ok),
+            Ok(call) => shared.backend.combine(call),
             Err(e) => Ok(Err(e)),
         }
     }
@@ -80,7 +80,7 @@ impl<'a> CombineArgs<'a> {
     fn plan(self, shared: &Arc<Shared>) -> Result<CombineCall<'a>> {
         self.handle.require_buffer(shared)?;
         let backend = &*shared.backend;
-        require_order(backend, &self.order)?;
+        backend.admit(&self.order, false)?;
         let inner = &self.handle.0;
         let dispatched = inner.shape;
         let hidden = self.out.columns();
@@ -88,7 +88,7 @@ impl<'a> CombineArgs<'a> {
         let tokens = inner.counts.as_ref().map_or(dispatched.token_capacity, |c| c.tokens);
 
         let bf16 = [DType::Bf16];
-        require_space(backend, "x", &self.x)?;
+        require_rows(backend, "x", &self.x)?;
         self.x.require_dtype("x", &bf16, "BF16")?;
         self.x.require_contiguous("x")?;
         if self.x.columns() != hidden || self.x.rows() < rows {
@@ -97,7 +97,7 @@ impl<'a> CombineArgs<'a> {
             return Err(Error::Shape { tensor: "x", got: format!("[{got_rows}, {got_columns}]"), expected });
         }
         let per_token = |name, tensor: &crate::tensor::Extent| -> Result<()> {
-            require_space(backend, name, tensor)?;
+            require_rows(backend, name, tensor)?;
             tensor.require_dtype(name, &bf16, "BF16")?;
             tensor.require_shape(name, n, hidden)?;
             tensor.require_contiguous(name)

@@ -1,9 +1,8 @@
 //! Dispatch: tokens go to the ranks of their experts.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
-use super::{Digest, require_order, require_space};
+use super::{Digest, require_rows, require_space};
 use crate::backend::{DispatchCall, Order, Positions};
 use crate::buffer::Shared;
 use crate::config::BackendKind;
@@ -236,7 +235,7 @@ impl<'a> DispatchArgs<'a> {
             let need = format!("this buffer takes at most {} from each rank", shape.max_tokens);
             return Err(Error::invalid("tokens", n, need));
         }
-        require_space(backend, "x", &self.x)?;
+        require_rows(backend, "x", &self.x)?;
         self.x.require_contiguous("x")?;
         match (self.x.dtype(), &self.scales) {
             (DType::F8E4M3 | DType::F8E5M2, None) => {
@@ -309,20 +308,23 @@ impl<'a> DispatchArgs<'a> {
 
     /// Validates, plans and launches. The outer result is about the buffer's state, the inner one about this call alone.
     pub(crate) fn run(mut self, shared: &Arc<Shared>) -> Result<Result<Dispatched>> {
-        let (mut call, lease, handle) = match self.plan(shared) {
+        let (call, lease, handle) = match self.plan(shared) {
             Ok(planned) => planned,
             Err(e) => return Ok(Err(e)),
         };
-        let number = shared.dispatches.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
-        call.number = number;
         let exact = call.exact;
         let (shape, output, layout) = (call.shape, call.output, call.handle);
         let (dtype, scale_dtype) = (call.x.dtype(), call.scales.as_ref().map(|s| s.dtype()));
         let (tokens, weighted) = (call.x.rows(), call.topk_weights.is_some());
-        let outcome = shared.backend.dispatch(call)?;
-        if let (true, Some(problem)) = (exact, shared.backend.problem(number)?) {
+        let outcome = match shared.backend.dispatch(call)? {
+            Ok(outcome) => outcome,
+            Err(e) => return Ok(Err(e)),
+        };
+        let number = outcome.number;
+        if let (true, Some(problem)) = (exact, outcome.problem) {
             return Ok(Err(problem.into()));
         }
+        let cached = handle.is_ok();
         let handle = match handle {
             Ok(cached) => cached,
             Err(lease) => {
@@ -339,13 +341,15 @@ impl<'a> DispatchArgs<'a> {
             scale_dtype,
             weighted,
             number,
+            cached,
             event: outcome.event,
         }))
     }
 
     #[allow(clippy::type_complexity)] // The handle is either the cached one or a new slot's lease.
     fn plan(&mut self, shared: &Arc<Shared>) -> Result<(DispatchCall<'a>, Lease, Result<Handle, Lease>)> {
-        require_order(&*shared.backend, &self.order)?;
+        let waits = self.exact && matches!(self.route, Route::Fresh(_));
+        shared.backend.admit(&self.order, waits)?;
         let shape = self.shape(shared)?;
         self.check_tensors(shared, &shape)?;
         let (output, handle_layout) = shared.layout.fits_dispatch(&shape)?;
@@ -364,8 +368,6 @@ impl<'a> DispatchArgs<'a> {
             Err(lease) => lease.slot,
         };
         let call = DispatchCall {
-            // Given when the call is launched.
-            number: 0,
             shape,
             output,
             handle: handle_layout,

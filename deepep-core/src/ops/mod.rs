@@ -6,9 +6,10 @@ mod dispatch;
 pub use combine::CombineArgs;
 pub use dispatch::DispatchArgs;
 
-use crate::backend::{Backend, Order};
+use crate::backend::Backend;
 use crate::config::BackendKind;
 use crate::error::{Error, Result};
+use crate::layout::ROW_GRANULARITY;
 use crate::tensor::{Extent, Space};
 
 /// Checks that a backend can use a tensor where it lies.
@@ -25,14 +26,19 @@ pub(crate) fn require_space(backend: &dyn Backend, tensor: &'static str, extent:
     Err(Error::Memory { tensor, got, expected, backend: backend.kind().name() })
 }
 
-/// Checks that a backend has streams if one is given.
-pub(crate) fn require_order(backend: &dyn Backend, order: &Order<'_>) -> Result<()> {
-    if backend.kind() == BackendKind::Cuda || order.is_implicit() {
+/// As [`require_space`], for rows that kernels move in bulk.
+pub(crate) fn require_rows(backend: &dyn Backend, tensor: &'static str, extent: &Extent) -> Result<()> {
+    require_space(backend, tensor, extent)?;
+    let granularity = ROW_GRANULARITY as u64;
+    if backend.kind() != BackendKind::Cuda
+        || extent.bytes() == 0
+        || extent.address().is_multiple_of(granularity)
+    {
         return Ok(());
     }
     let problem =
-        "the host backend has none: an operation has run when its call returns; leave it out".into();
-    Err(Error::Tensor { tensor: "stream or event", problem })
+        format!("starts at {:#x}; rows on a GPU start at multiples of {granularity} bytes", extent.address());
+    Err(Error::Tensor { tensor, problem })
 }
 
 /// FNV-1a over 64-bit words, folded to 32 bits.

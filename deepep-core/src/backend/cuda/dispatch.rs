@@ -10,7 +10,9 @@ use super::{Engine, LaunchShape};
 use crate::error::Result;
 use crate::jit::params::DispatchParams;
 use crate::jit::{Program, THREADS};
-use crate::layout::{DispatchShape, HandleLayout, OutputLayout};
+use crate::layout::DispatchShape;
+#[cfg(test)]
+use crate::layout::OutputLayout;
 
 /// A dispatch of one shape: its kernel, its grid, and the arguments that don't change.
 pub(crate) struct DispatchPlan {
@@ -18,8 +20,6 @@ pub(crate) struct DispatchPlan {
     shape: DispatchShape,
     grid: DispatchGrid,
     params: DispatchParams,
-    output: OutputLayout,
-    handle: HandleLayout,
 }
 
 /// What one call brings. Addresses are this device's; 0 where the call has none.
@@ -47,15 +47,11 @@ pub(crate) struct DispatchLaunch {
     pub(crate) digest: u32,
 }
 
+#[cfg(test)]
 impl DispatchPlan {
     /// Where the parts of an output slot lie.
-    pub(crate) fn output(&self) -> &OutputLayout {
-        &self.output
-    }
-
-    /// Where the parts of a handle slot lie.
-    pub(crate) fn handle(&self) -> &HandleLayout {
-        &self.handle
+    pub(crate) fn output(&self) -> OutputLayout {
+        OutputLayout::new(&self.shape)
     }
 
     /// The shape it was made for.
@@ -121,7 +117,7 @@ impl Engine {
             warp_counts: grid.warp_counts as u32,
             ..DispatchParams::default()
         };
-        Ok(DispatchPlan { kernel, shape: *shape, grid, params, output, handle })
+        Ok(DispatchPlan { kernel, shape: *shape, grid, params })
     }
 
     /// Enqueues a dispatch.

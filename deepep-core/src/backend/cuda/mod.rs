@@ -1,14 +1,23 @@
 //! Operations on a GPU: kernels of this crate on the caller's stream.
 //!
-//! [`Engine`] knows one rank's device, its kernels and the heaps of all ranks. It works on addresses; who owns what lies there is
-//! settled above it. A call allocates nothing, waits for nothing, and can be captured in a CUDA graph.
+//! [`CudaBackend`] takes calls, enqueues them through its [`Queue`](queue::Queue) and reads what kernels report. [`Engine`] knows one rank's
+//! device, its kernels and the heaps of all ranks; it works on addresses, and who owns what lies there is settled above it. A call waits for
+//! nothing unless exact counts are asked for, and without them can be captured in a CUDA graph.
 
+mod backend;
+#[allow(dead_code)] // No collectives of this backend are public yet.
 mod collective;
 mod combine;
 mod dispatch;
+mod events;
+mod gpu;
 mod grid;
 mod module;
+mod pinned;
+mod queue;
+mod reports;
 mod status;
+mod wait;
 
 #[cfg(test)]
 mod gpu_tests;
@@ -24,14 +33,13 @@ use cuda_vmm::sys::{
     CUstream, CallError,
 };
 
-#[allow(unused_imports)] // As the module.
-pub(crate) use collective::{CollectiveEngine, CollectiveLaunch};
-#[allow(unused_imports)]
-pub(crate) use combine::{CombineLaunch, CombinePlan};
-#[allow(unused_imports)]
-pub(crate) use dispatch::{DispatchLaunch, DispatchPlan};
-#[allow(unused_imports)]
-pub(crate) use status::StatusBlock;
+pub(crate) use backend::CudaBackend;
+#[cfg(test)]
+use collective::{CollectiveEngine, CollectiveLaunch};
+use combine::{CombineLaunch, CombinePlan};
+use dispatch::{DispatchLaunch, DispatchPlan};
+pub(crate) use gpu::{Gpu, require_hopper};
+use status::StatusBlock;
 
 pub(crate) use self::grid::CombineRoles;
 use self::grid::Limits;
@@ -201,12 +209,7 @@ fn describe(context: &Context, max_blocks: usize) -> Result<(Arch, Limits)> {
     let attribute = |which| device.attribute(which).map(|v| usize::try_from(v).unwrap_or(0));
     let multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
     let shared_bytes = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
-    let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32;
-    let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32;
-    if major < 9 {
-        let need = "kernels use bulk copies, which Hopper (9.0) and later have";
-        return Err(Error::invalid("compute capability", format!("{major}.{minor}"), need));
-    }
+    let [major, minor] = gpu::capability(device)?;
     let blocks = match max_blocks {
         0 => multiprocessors,
         most => most.min(multiprocessors),

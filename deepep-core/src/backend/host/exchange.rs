@@ -4,7 +4,8 @@ use std::sync::atomic::Ordering;
 
 use super::Rank;
 use super::memory::Table;
-use crate::backend::{Counts, DispatchCall, Problem, calls_differ};
+use crate::backend::abort::calls_differ;
+use crate::backend::{Counts, DispatchCall, Problem};
 use crate::error::{Error, Result};
 use crate::layout::{DispatchShape, HandleLayout, Phase, Placement, WorkspaceLayout, align_up};
 use crate::tensor::{DType, TensorRef};

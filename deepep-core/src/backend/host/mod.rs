@@ -15,11 +15,11 @@ use std::time::Duration;
 pub(crate) use self::collective::HostCollectives;
 use self::memory::Area;
 use self::wait::Waits;
-use super::{Backend, CombineCall, Copy2d, DispatchCall, DispatchOutcome, Order, Problem};
+use super::{Backend, CombineCall, Copy2d, DispatchCall, DispatchOutcome, Order, Problem, Ran};
 use crate::config::BackendKind;
 use crate::error::{Error, Result};
 use crate::layout::{HeapLayout, Operation, Phase, WorkspaceLayout};
-use crate::stream::Event;
+use crate::stream::{Event, StreamRef};
 use crate::symmetric::Heap;
 
 /// One rank on a CPU.
@@ -95,23 +95,29 @@ impl Backend for HostBackend {
         BackendKind::Host
     }
 
-    fn dispatch(&self, call: DispatchCall<'_>) -> Result<DispatchOutcome> {
-        debug_assert!(call.order.is_implicit(), "checked when the call was planned");
-        let mut state = self.state();
-        state.dispatch = state.dispatch.wrapping_add(1);
-        let number = call.number;
-        let (counts, problem) =
-            dispatch::run(&self.rank(Operation::Dispatch, state.dispatch)?, call, state.dispatch)?;
-        state.problem = problem.map(|problem| (number, problem));
-        Ok(DispatchOutcome { counts, event: Event::complete() })
+    fn admit(&self, order: &Order<'_>, _: bool) -> Result<()> {
+        if order.is_implicit() {
+            return Ok(());
+        }
+        let problem =
+            "the host backend has none: an operation has run when its call returns; leave it out".into();
+        Err(Error::Tensor { tensor: "stream or event", problem })
     }
 
-    fn combine(&self, call: CombineCall<'_>) -> Result<Event> {
-        debug_assert!(call.order.is_implicit(), "checked when the call was planned");
+    fn dispatch(&self, call: DispatchCall<'_>) -> Result<Result<DispatchOutcome>> {
+        let mut state = self.state();
+        state.dispatch = state.dispatch.wrapping_add(1);
+        let number = state.dispatch;
+        let (counts, problem) = dispatch::run(&self.rank(Operation::Dispatch, number)?, call, number)?;
+        state.problem = problem.clone().map(|problem| (number, problem));
+        Ok(Ok(DispatchOutcome { number, counts, problem, event: Event::complete() }))
+    }
+
+    fn combine(&self, call: CombineCall<'_>) -> Result<Result<Event>> {
         let mut state = self.state();
         state.combine = state.combine.wrapping_add(1);
         combine::run(&self.rank(Operation::Combine, state.combine)?, call, state.combine)?;
-        Ok(Event::complete())
+        Ok(Ok(Event::complete()))
     }
 
     fn barrier(&self, _: Order<'_>) -> Result<Event> {
@@ -129,8 +135,8 @@ impl Backend for HostBackend {
         Ok(Event::complete())
     }
 
-    fn problem(&self, number: u32) -> Result<Option<Problem>> {
-        Ok(self.state().problem.clone().filter(|(of, _)| *of == number).map(|(_, problem)| problem))
+    fn problem(&self, ran: Ran<'_>) -> Result<Option<Problem>> {
+        Ok(self.state().problem.clone().filter(|(of, _)| *of == ran.number).map(|(_, problem)| problem))
     }
 
     unsafe fn copy(&self, copy: Copy2d, _: Order<'_>) -> Result<Event> {
@@ -145,5 +151,9 @@ impl Backend for HostBackend {
 
     fn synchronize(&self, _: Duration) -> Result<()> {
         Ok(())
+    }
+
+    fn stream(&self) -> Option<StreamRef<'_>> {
+        None
     }
 }

@@ -5,6 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::memory::Area;
+use crate::backend::abort::gave_up;
 use crate::error::{Error, Result};
 use crate::layout::{AbortWord, Operation, Phase};
 
@@ -87,22 +88,15 @@ impl<'a> Waits<'a> {
                 continue;
             }
             if Instant::now() >= self.deadline {
-                self.abort(phase, peer);
-                return Err(Error::PeerTimeout {
-                    phase: crate::backend::phase_name(Some(self.operation), Some(phase)),
-                    rank: self.me,
-                    missing: vec![peer],
-                    waited: self.timeout,
-                    expected: Some(expected),
-                    seen: Some(seen),
-                });
+                let word = self.abort(phase, peer);
+                return Err(gave_up(word, self.timeout, Some([expected, seen])));
             }
             if polls < YIELDS { thread::yield_now() } else { thread::sleep(SLEEP) }
         }
     }
 
     /// Tells every rank that this one gives up, unless another one did before.
-    fn abort(&self, phase: Phase, missing: usize) {
+    fn abort(&self, phase: Phase, missing: usize) -> AbortWord {
         let word = AbortWord {
             epoch: self.epoch,
             missing: missing as u32,
@@ -114,22 +108,13 @@ impl<'a> Waits<'a> {
             // Failure means that an earlier abort is there, which stays.
             let _ = cell.compare_exchange(0, word.encode(), Ordering::AcqRel, Ordering::Acquire);
         }
+        word
     }
 
     /// The error of a rank that gave up, if one did.
     fn aborted(&self) -> Option<Error> {
-        let abort = AbortWord::decode(self.aborts[self.me].load(Ordering::Acquire))?;
-        Some(Error::PeerTimeout {
-            phase: crate::backend::phase_name(
-                Operation::from_code(abort.operation),
-                Phase::from_code(abort.phase),
-            ),
-            rank: abort.origin as usize,
-            missing: vec![abort.missing as usize],
-            waited: self.timeout,
-            expected: None,
-            seen: None,
-        })
+        let word = AbortWord::decode(self.aborts[self.me].load(Ordering::Acquire))?;
+        Some(gave_up(word, self.timeout, None))
     }
 }
 

@@ -1,0 +1,370 @@
+//! The backend on GPUs: calls become launches, and what kernels report becomes results.
+
+use std::collections::HashMap;
+use std::hash::Hash;
+use std::mem::ManuallyDrop;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::events::CudaEvent;
+use super::pinned::Readback;
+use super::queue::{Queue, public};
+use super::reports::{Reports, Told};
+use super::{
+    CombineLaunch, CombinePlan, DispatchLaunch, DispatchPlan, Engine, EngineOptions, Gpu, StatusBlock,
+    call_failed,
+};
+use crate::backend::{
+    Backend, CombineCall, Copy2d, DispatchCall, DispatchOutcome, Order, Positions, Problem, Ran,
+};
+use crate::config::{BackendKind, Config};
+use crate::error::{Error, Result};
+use crate::jit::Program;
+use crate::layout::{CombineShape, DispatchShape, HandleLayout, HeapLayout, RecordKind, StatusRecord};
+use crate::stream::{Event, StreamRef};
+use crate::symmetric::Heap;
+use crate::tensor::{Extent, Space};
+
+/// One rank on a GPU.
+pub(crate) struct CudaBackend {
+    /// Dropped only if no kernel uses any of it.
+    parts: ManuallyDrop<Parts>,
+}
+
+/// Fields are dropped in this order.
+struct Parts {
+    engine: Engine,
+    readback: Readback,
+    queue: Queue,
+    state: Mutex<State>,
+    layout: HeapLayout,
+    /// What kernels write to.
+    heap: Arc<Heap>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Dispatches so far, captured ones included.
+    dispatches: u32,
+    /// A dispatch was captured: from then on the device counts calls that the host doesn't see.
+    captured: bool,
+    /// Newest records of bad ids that the caller knows of, once the host's count and the device's may differ.
+    told: [u32; RecordKind::COUNT],
+    dispatch_plans: Plans<DispatchShape, DispatchPlan>,
+    combine_plans: Plans<(CombineShape, DispatchShape), CombinePlan>,
+}
+
+/// Plans by shape. Callers use few shapes; whoever uses many pays for making plans again.
+struct Plans<K, P>(HashMap<K, Arc<P>>);
+
+impl<K, P> Default for Plans<K, P> {
+    fn default() -> Self {
+        Self(HashMap::new())
+    }
+}
+
+impl<K: Eq + Hash, P> Plans<K, P> {
+    const MOST: usize = 64;
+
+    fn get(&mut self, key: K, make: impl FnOnce(&K) -> Result<P>) -> Result<Arc<P>> {
+        if let Some(plan) = self.0.get(&key) {
+            return Ok(plan.clone());
+        }
+        let plan = Arc::new(make(&key)?);
+        if self.0.len() >= Self::MOST {
+            self.0.clear();
+        }
+        self.0.insert(key, plan.clone());
+        Ok(plan)
+    }
+}
+
+impl CudaBackend {
+    /// Compiles and loads every kernel, and zeroes this rank's workspace. Kernels of other ranks may start when all ranks have come
+    /// back from here.
+    pub(crate) fn new(heap: Arc<Heap>, layout: HeapLayout, config: &Config, gpu: &Gpu) -> Result<Self> {
+        if heap.space() != Space::Device || heap.bytes() < layout.bytes || heap.ranks() != layout.ranks {
+            let need = format!("the layout needs {} device bytes on {} ranks", layout.bytes, layout.ranks);
+            return Err(Error::invalid("heap", format!("{heap:?}"), need));
+        }
+        let status = StatusBlock::new(gpu.context(), layout.status)?;
+        let options = EngineOptions {
+            timeout: config.timeout,
+            max_blocks: gpu.blocks(config.multiprocessors)?,
+            cooperative: gpu.has_context_alone(),
+            ..EngineOptions::default()
+        };
+        let (context, address) = (gpu.context().clone(), status.device_address());
+        // SAFETY: every range of the heap has this layout (all ranks computed it from settings that they compared) and is mapped for this
+        // device; `parts` keeps it until no kernel runs. Workspaces are zeroed before any rank comes back from `new`, and
+        // nobody starts an operation before all have. The status block was made for the layout, by this device.
+        let engine = unsafe { Engine::new(context, layout, heap.rank(), heap.bases(), address, options)? };
+        let reports = Arc::new(Reports::new(status, heap.rank(), config.timeout));
+        let readback = Readback::new(gpu.context(), &reports)?;
+        let queue = Queue::new(gpu.context(), reports)?;
+        let mine = |program: &Program| {
+            matches!(program, Program::Barrier { .. } | Program::Dispatch { .. } | Program::Combine { .. })
+        };
+        // All of them: loading one later could have to wait for a kernel that waits for this rank.
+        let programs: Vec<_> = Program::all(layout.ranks).into_iter().filter(mine).collect();
+        engine.prewarm(&programs)?;
+        let parts = Parts { engine, readback, queue, state: Mutex::default(), layout, heap };
+        let backend = Self { parts: ManuallyDrop::new(parts) };
+        backend.clear_workspace()?;
+        Ok(backend)
+    }
+
+    fn clear_workspace(&self) -> Result<()> {
+        let turn = self.queue().begin(&Order::default())?;
+        let (base, bytes) = (self.parts.heap.base(), self.parts.layout.workspace.bytes);
+        let context = self.queue().context();
+        let _bound = context.bind()?;
+        // SAFETY: the workspace lies at the start of this rank's range, which is mapped for this device; nobody uses it yet.
+        unsafe { context.device().cuda().driver().cuMemsetD8Async(base, 0, bytes, turn.stream) }
+            .map_err(|source| call_failed(format!("zeroing {bytes} bytes of workspace"), source))?;
+        let end = self.queue().end(turn)?;
+        end.wait_reached("zeroing the workspace", self.reports().patience())
+    }
+
+    fn queue(&self) -> &Queue {
+        &self.parts.queue
+    }
+
+    fn reports(&self) -> &Reports {
+        self.parts.queue.reports()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.parts.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// An address for a kernel: 0 says that there is no tensor, so one without elements gets another that is not used.
+    fn address(&self, tensor: Option<&Extent>) -> u64 {
+        match tensor {
+            None => 0,
+            Some(tensor) if tensor.bytes() == 0 => self.parts.heap.base(),
+            Some(tensor) => tensor.address(),
+        }
+    }
+
+    /// The counts of a dispatch that was asked for them, and what went wrong in it.
+    fn outcome(&self, number: u32, call: &DispatchCall<'_>, end: Arc<CudaEvent>) -> Result<DispatchOutcome> {
+        let (reports, shape) = (self.reports(), &call.shape);
+        let Told { counts, needed } = {
+            let _bound = self.queue().context().bind()?;
+            reports.counts(tag(number), shape, &end)?
+        };
+        let ran = Ran { number, shape, handle: &call.handle, handle_slot: call.handle_slot, cached: false };
+        let over = needed != [0, 0];
+        if over || self.bad_ids(number).is_some() {
+            // Rare; records are certain to be there when the kernel has ended.
+            end.wait_reached("a dispatch", reports.patience())?;
+            reports.check()?;
+        }
+        let problem = match self.wrong_ids(&ran)? {
+            None if over => Some(self.over_capacity(shape, needed)),
+            found => found,
+        };
+        Ok(DispatchOutcome { number, counts: Some(counts), problem, event: public(end) })
+    }
+
+    /// A record of bad ids that belongs to a dispatch, or to a captured one that nobody has heard of.
+    fn bad_ids(&self, number: u32) -> Option<(RecordKind, StatusRecord)> {
+        let state = self.state();
+        [RecordKind::BadExpert, RecordKind::DuplicateExpert].into_iter().find_map(|kind| {
+            let record = self.reports().newest(kind)?;
+            let its = record.sequence == number;
+            let unheard = state.captured && record.sequence != state.told[kind as usize];
+            (its || unheard).then_some((kind, record))
+        })
+    }
+
+    fn wrong_ids(&self, ran: &Ran<'_>) -> Result<Option<Problem>> {
+        let Some((kind, record)) = self.bad_ids(ran.number) else { return Ok(None) };
+        self.state().told[kind as usize] = record.sequence;
+        let (rank, token, lane) = (self.reports().rank(), record.index as usize, record.lane as usize);
+        let (expert, experts) = (record.seen as i64, record.expected as usize);
+        if kind == RecordKind::BadExpert {
+            return Ok(Some(Problem::ExpertOutOfRange { rank, token, lane, expert, experts }));
+        }
+        // The lane that was kept is in the handle.
+        let first = if token < ran.shape.max_tokens {
+            let row = ran.handle.topk + token * ran.shape.topk * 4;
+            let kept = self.table(ran, row, ran.shape.topk)?;
+            kept[..lane.min(kept.len())].iter().position(|&id| i64::from(id) == expert)
+        } else {
+            None
+        };
+        Ok(Some(Problem::DuplicateExpert { rank, token, first: first.unwrap_or(0), second: lane, expert }))
+    }
+
+    /// Numbers at an offset of a dispatch's handle slot.
+    fn table(&self, ran: &Ran<'_>, offset: usize, count: usize) -> Result<Vec<i32>> {
+        let slot = self.parts.layout.handles.at(ran.handle_slot);
+        let address = self.parts.heap.base() + (slot + offset) as u64;
+        // SAFETY: the layout fits the slot (checked when the call was planned), the slot lies in this rank's heap, and the dispatch
+        // that wrote it has run, so that nobody writes it as long as the caller holds it.
+        unsafe { self.parts.readback.numbers(address, count) }
+    }
+
+    /// Whose capacity a call is over. The numbers are the call's own; the rank is in the newest record, if that has these numbers.
+    fn over_capacity(&self, shape: &DispatchShape, needed: [u32; 2]) -> Problem {
+        let [tokens, rows] = needed.map(u64::from);
+        let record = self.reports().newest(RecordKind::Capacity);
+        let rank = match record {
+            Some(record) if [record.seen_tokens, record.seen] == [tokens, rows] => record.peer as usize,
+            _ => self.reports().rank(),
+        };
+        if tokens > shape.token_capacity as u64 {
+            let (what, capacity) = ("token capacity", shape.token_capacity as u64);
+            Problem::Capacity { what, rank, needed: tokens, capacity }
+        } else {
+            let (what, capacity) = ("row capacity", shape.row_capacity as u64);
+            Problem::Capacity { what, rank, needed: rows, capacity }
+        }
+    }
+}
+
+/// The tag of a dispatch in the cells of exact counts: never 0, which says that nobody asks.
+fn tag(number: u32) -> u32 {
+    number.max(1)
+}
+
+impl Backend for CudaBackend {
+    fn kind(&self) -> BackendKind {
+        BackendKind::Cuda
+    }
+
+    fn admit(&self, order: &Order<'_>, waits: bool) -> Result<()> {
+        self.queue().admit(order, waits)
+    }
+
+    fn dispatch(&self, mut call: DispatchCall<'_>) -> Result<Result<DispatchOutcome>> {
+        let mut state = self.state();
+        let engine = &self.parts.engine;
+        let plan = match state.dispatch_plans.get(call.shape, |shape| engine.plan_dispatch(shape)) {
+            Ok(plan) => plan,
+            Err(e) => return Ok(Err(e)),
+        };
+        let number = state.dispatches.wrapping_add(1);
+        let [row_stride, pack_stride] = call.scales.map_or([0, 0], |scales| scales.strides());
+        let topk_idx = match &call.positions {
+            Positions::Fresh { topk_idx } => self.address(Some(topk_idx)),
+            Positions::Cached => 0,
+        };
+        let launch = DispatchLaunch {
+            x: self.address(Some(&call.x)),
+            scales: self.address(call.scales.as_deref()),
+            scale_row_stride: row_stride as i64,
+            scale_pack_stride: pack_stride as i64,
+            topk_idx,
+            weights: self.address(call.topk_weights.as_deref()),
+            stats: self.address(call.statistics.as_deref()),
+            tokens: call.x.rows(),
+            output_slot: call.output_slot,
+            handle_slot: call.handle_slot,
+            zero_padding: call.zero_padding,
+            count_tag: if call.exact { tag(number) } else { 0 },
+            digest: call.digest,
+        };
+        let turn = self.queue().begin(&call.order)?;
+        // SAFETY: the plan is this engine's. The tensors have the call's sizes on this device until the call has run (the promise of
+        // a view of device memory), the slots are leased for it, and a cached handle was made by this buffer with the same
+        // tokens (all checked when the call was planned). The stream is the caller's, of this device, or the own one.
+        unsafe { engine.dispatch(&plan, &launch, turn.stream)? };
+        state.dispatches = number;
+        state.captured |= turn.captured;
+        drop(state);
+        let end = self.queue().end(turn)?;
+        // What is written belongs to the kernel until it has run.
+        call.statistics = None;
+        if call.exact {
+            return self.outcome(number, &call, end).map(Ok);
+        }
+        Ok(Ok(DispatchOutcome { number, counts: None, problem: None, event: public(end) }))
+    }
+
+    fn combine(&self, call: CombineCall<'_>) -> Result<Result<Event>> {
+        let engine = &self.parts.engine;
+        let key = (call.shape, call.dispatched);
+        let planned =
+            self.state().combine_plans.get(key, |(shape, dispatched)| engine.plan_combine(shape, dispatched));
+        let plan = match planned {
+            Ok(plan) => plan,
+            Err(e) => return Ok(Err(e)),
+        };
+        let launch = CombineLaunch {
+            x: self.address(Some(&call.x)),
+            weights: self.address(call.topk_weights.as_deref()),
+            biases: call.biases.map(|bias| self.address(bias.as_deref())),
+            out: self.address(Some(&call.out)),
+            out_weights: self.address(call.out_weights.as_deref()),
+            tokens: call.tokens,
+            handle_slot: call.handle_slot,
+        };
+        let turn = self.queue().begin(&call.order)?;
+        // SAFETY: as in `dispatch`; the handle slot was filled by a dispatch of this shape with as many tokens, and x has every row that
+        // it names (checked against its counts, or its capacity, when the call was planned).
+        unsafe { engine.combine(&plan, &launch, turn.stream)? };
+        Ok(Ok(public(self.queue().end(turn)?)))
+    }
+
+    fn barrier(&self, order: Order<'_>) -> Result<Event> {
+        let turn = self.queue().begin(&order)?;
+        // SAFETY: the stream is the caller's, of this device, or the own one; `begin` has ordered it after the operation before.
+        unsafe { self.parts.engine.barrier(turn.stream)? };
+        Ok(public(self.queue().end(turn)?))
+    }
+
+    fn problem(&self, ran: Ran<'_>) -> Result<Option<Problem>> {
+        self.reports().check()?;
+        if ran.cached {
+            return Ok(None);
+        }
+        if let Some(problem) = self.wrong_ids(&ran)? {
+            return Ok(Some(problem));
+        }
+        let cells = self.table(&ran, ran.handle.counts, HandleLayout::COUNTS)?;
+        let needed = [cells[2], cells[3]].map(|n| n.max(0) as u32);
+        Ok((needed != [0, 0]).then(|| self.over_capacity(ran.shape, needed)))
+    }
+
+    unsafe fn copy(&self, copy: Copy2d, order: Order<'_>) -> Result<Event> {
+        let turn = self.queue().begin(&order)?;
+        let context = self.queue().context();
+        let _bound = context.bind()?;
+        let driver = context.device().cuda().driver();
+        let Copy2d { width, height, .. } = copy;
+        let gapless = [copy.from_pitch, copy.to_pitch].iter().all(|&pitch| pitch == width as isize);
+        let (width, height) = if gapless { (width * height, 1) } else { (width, height) };
+        if width > 0 {
+            for row in 0..height as i64 {
+                let from = copy.from.wrapping_add_signed(row * copy.from_pitch as i64);
+                let to = copy.to.wrapping_add_signed(row * copy.to_pitch as i64);
+                // SAFETY: the caller vouches for both sides; the stream belongs to the current context.
+                unsafe { driver.cuMemcpyDtoDAsync(to, from, width, turn.stream) }
+                    .map_err(|source| call_failed(format!("copying {width} bytes on the device"), source))?;
+            }
+        }
+        Ok(public(self.queue().end(turn)?))
+    }
+
+    fn synchronize(&self, timeout: Duration) -> Result<()> {
+        self.queue().synchronize(timeout)
+    }
+
+    fn stream(&self) -> Option<StreamRef<'_>> {
+        Some(self.queue().own())
+    }
+}
+
+impl Drop for CudaBackend {
+    fn drop(&mut self) {
+        // A kernel may still read and write the heap, and wait for ranks that will not come. Waiting for it here could take as long as
+        // its timeout: what it uses stays for as long as the process.
+        if self.parts.queue.is_idle() {
+            // SAFETY: dropped once, here, and not used afterwards.
+            unsafe { ManuallyDrop::drop(&mut self.parts) };
+        }
+    }
+}

@@ -203,11 +203,16 @@ impl Compiler {
         let headers = super::source::instruction_headers();
         let key = self.key(name, source, &headers, arch);
         if let Some(image) = cache.get(&key) {
-            return Ok(Cubin { image, assembly: String::new(), resources: Vec::new(), compiled: false });
+            return Ok(Cubin::without_report(image, Origin::Cache));
         }
         let Output { image, assembly, log, .. } = self.compile_text(name, source, headers, arch)?;
         cache.put(&key, &image);
-        Ok(Cubin { image, assembly, resources: Resources::parse(&log), compiled: true })
+        Ok(Cubin {
+            image: image.into(),
+            assembly,
+            resources: Resources::parse(&log),
+            origin: Origin::Compiler,
+        })
     }
 
     /// Everything the machine code depends on, as a file name.

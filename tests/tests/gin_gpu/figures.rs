@@ -2,6 +2,7 @@
 
 use crate::arguments;
 use crate::board::Board;
+use crate::driver;
 use crate::suite::with_dev;
 use crate::world::{DST, MIB, SRC, Shape, World, ranks};
 use cuda_vmm_emu::sys::CUdevice_attribute;
@@ -53,6 +54,7 @@ fn measure(rank: usize, board: Board) {
     let rate = copy_engine(&world);
     let route = if SHAPE.shares() { "inside the GPU that both ranks share" } else { "between the GPUs" };
     tell(format!("copy engine, 64 MiB {route}: {rate:.1} GB/s"));
+    driver::calls(&world, &tell);
 
     let modes = [
         "8-byte put with signal",

@@ -5,6 +5,7 @@
 
 #[path = "../gin_soft/board.rs"]
 mod board;
+mod driver;
 mod failures;
 mod figures;
 mod gpu;

@@ -42,9 +42,10 @@ fn segments(rank: usize, shape: Shape, board: Board) {
     let gpu = Gpu::new(nccl, &device);
     let window = comm.register(Arc::new(Range(range)), WindowFlags::empty()).unwrap();
     let dev = comm.create_dev_comm(&requirements(nccl, shape)).unwrap();
-    let strict =
-        comm.register(Arc::new(MemAlloc::new(nccl, &device, 2 * MIB).unwrap()), WindowFlags::STRICT_ORDERING);
-    let world = World { rank, shape, board, nccl, gpu, comm, window, strict: strict.unwrap(), dev };
+    let memory = Arc::new(MemAlloc::new(nccl, &device, 2 * MIB).unwrap());
+    let strict_address = memory.address().as_ptr() as u64;
+    let strict = comm.register(memory, WindowFlags::STRICT_ORDERING).unwrap();
+    let world = World { rank, shape, board, nccl, gpu, comm, window, strict, strict_address, dev };
     world.meet();
     let (to, from) = world.neighbours();
     let (w, report) = (world.window.as_raw() as u64, world.gpu.report());

@@ -159,6 +159,8 @@ pub struct World {
     pub comm: Communicator,
     pub window: Window,
     pub strict: Window,
+    /// Where the memory of that window is here: 2 MiB.
+    pub strict_address: u64,
     pub dev: DevComm,
 }
 
@@ -171,9 +173,10 @@ impl World {
         let dev = comm.create_dev_comm(&requirements(nccl, shape)).unwrap();
         // Registered after the device communicator: the other order.
         let memory = Arc::new(MemAlloc::new(nccl, &device, 2 * MIB).unwrap());
-        gpu.zero(memory.address().as_ptr() as u64, 2 * MIB);
+        let strict_address = memory.address().as_ptr() as u64;
+        gpu.zero(strict_address, 2 * MIB);
         let strict = comm.register(memory, WindowFlags::STRICT_ORDERING).unwrap();
-        let world = Self { rank, shape, board, nccl, gpu, comm, window, strict, dev };
+        let world = Self { rank, shape, board, nccl, gpu, comm, window, strict, strict_address, dev };
         world.meet();
         world
     }

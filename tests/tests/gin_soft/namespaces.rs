@@ -1,12 +1,14 @@
 //! Two network namespaces with a cable between them: two hosts, as far as sockets can tell.
 
+use crate::board::Board;
 use crate::harness::{MIB, Rank, start};
 use crate::memory::{Memory, pattern};
 use crate::wire::At;
 use integration_tests::gpu::skipped;
-use integration_tests::process::role;
+use integration_tests::process::{eventually, role};
 use nccl_gin_soft::abi::{MR_FORCE_ORDER, MR_SIGNAL_NEVER_RESET, PTR_CUDA};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 const NAMESPACE: &str = "GIN_TEST_NAMESPACE";
@@ -101,8 +103,9 @@ fn two_hosts() {
         peer.finish();
     }
     // And with the cable cut in the middle of it.
-    let (_folder, peers) = start(TEST, 2, &[(NAMESPACE, &list), ("GIN_TEST_CUT", "1")]);
-    std::thread::sleep(Duration::from_secs(3));
+    let (folder, peers) = start(TEST, 2, &[(NAMESPACE, &list), ("GIN_TEST_CUT", "1")]);
+    let board = Board::open(&folder.path().join("board"));
+    eventually("the silence before the cut", || board.word(0).load(Ordering::Acquire) == 2);
     ends[0].run(&["ip", "link", "set", "gin0", "down"]).unwrap();
     for peer in peers {
         peer.finish();
@@ -135,6 +138,7 @@ fn one_host(role: &str) {
     }
     if std::env::var_os("GIN_TEST_CUT").is_some() {
         // Nothing is under way: the silence alone must be noticed.
+        wire.here.board.word(0).fetch_add(1, Ordering::AcqRel);
         let start = Instant::now();
         while !wire.has_error() {
             assert!(start.elapsed() < Duration::from_secs(25), "the cut was not noticed within 25 s");

@@ -186,6 +186,9 @@ impl Comm {
     }
 
     /// Registers memory; collective. Returns the handle.
+    ///
+    /// # Errors
+    /// A rank could not do its part: none has the registration then. If the ranks have lost each other, the connection has failed.
     pub(crate) fn register(&self, base: usize, size: usize, kind: i32, flags: u64) -> Result<usize> {
         let _one_at_a_time = self.collective.lock().unwrap_or_else(PoisonError::into_inner);
         self.failure.check()?;
@@ -204,8 +207,9 @@ impl Comm {
         let registration = Registration { id, base: base as u64, size: size as u64, kind, flags };
         let deadline = Deadline::after(self.settings.timeout);
         let share = !self.settings.stage;
-        let prepared = prepare(&self.cuda, self.ranks(), &partners, registration, share, deadline)?;
-        let outcome = match prepared {
+        let lost = |error: &Error| self.failure.set(error.clone());
+        let prepared = prepare(&self.cuda, self.ranks(), &partners, registration, share, deadline);
+        let own = match prepared.inspect_err(lost)? {
             Ok(mut region) => {
                 // The own rank sees the whole of it.
                 region.peers[self.rank].size = region.size;
@@ -215,14 +219,19 @@ impl Comm {
                     self.rank
                 );
                 self.regions.insert(region);
-                conclude(&partners, id, true, deadline)
+                Ok(())
             }
-            Err(error) => conclude(&partners, id, false, deadline).and(Err(error)),
+            Err(error) => Err(error),
         };
+        let other = conclude(&partners, id, own.is_ok(), deadline).inspect_err(lost);
+        let outcome = own.and_then(|()| match other? {
+            Some(rank) => Err(Error::PeerFailed { rank }),
+            None => Ok(handle_of(id)),
+        });
         if outcome.is_err() {
             self.regions.remove(id);
         }
-        outcome.map(|()| handle_of(id))
+        outcome
     }
 
     /// Ends a registration on this rank. The memory itself is not touched.

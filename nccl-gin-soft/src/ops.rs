@@ -5,7 +5,7 @@ use crate::comm::Comm;
 use crate::error::{Error, Result};
 use crate::region::{Region, in_bounds};
 use crate::ring::{Command, INLINE, Kind, NONE};
-use crate::send::Operation;
+use crate::send::{Operation, Outbound};
 use crate::ticket::Ticket;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -187,10 +187,19 @@ impl Comm {
             return Ok(true);
         }
         self.check_peer(rank)?;
-        if self.outbound[rank].has_waiting() {
-            self.outbound[rank].pump(None)?;
-        }
+        self.move_on(&self.outbound[rank])?;
         Ok(false)
+    }
+
+    /// Posts what has room by now, and leaves what is to be staged to the agent.
+    fn move_on(&self, outbound: &Outbound) -> Result<()> {
+        if outbound.has_waiting() {
+            let (_, staged) = outbound.pump(None)?;
+            if staged {
+                self.wake_agent();
+            }
+        }
+        Ok(())
     }
 
     fn check_peer(&self, rank: usize) -> Result<()> {
@@ -202,9 +211,7 @@ impl Comm {
 
     /// Moves on what waits for room.
     pub(crate) fn progress(&self) -> Result<()> {
-        for outbound in self.outbound.iter().filter(|outbound| outbound.has_waiting()) {
-            outbound.pump(None)?;
-        }
+        self.outbound.iter().try_for_each(|outbound| self.move_on(outbound))?;
         self.failure.check()
     }
 

@@ -117,7 +117,7 @@ impl Agent {
             }
             for outbound in comm.outbound.iter().filter(|outbound| outbound.has_waiting()) {
                 let pump = Pump { stream: &self.staging, copies: &mut self.copies, words: &mut self.words };
-                worked |= outbound.pump(Some(pump))? > 0;
+                worked |= outbound.pump(Some(pump))?.0 > 0;
                 held = true;
             }
             turns = turns.wrapping_add(1);

@@ -1,6 +1,7 @@
 //! What versions 12 and 13 have in a form of their own.
 
-use super::{comm, connect, create, give, place, put, reg_v14, run};
+use super::operations::{give, place};
+use super::{comm, connect, create, put, reg_v14, run};
 use crate::abi::ResultCode;
 use crate::abi::gin_v13::GinConfig;
 use crate::ops::Signal;

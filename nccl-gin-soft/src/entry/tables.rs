@@ -4,10 +4,10 @@ use super::older::{
     connect_v12, create_context_v12, create_context_v13, iput_signal_v12, iput_v12, progress_v12,
     query_last_error_v12, reg_dma_buf_v13, reg_v13,
 };
+use super::operations::{iflush, iget, iput, iput_signal, iput_signal_v14, progress, query_last_error, test};
 use super::{
     NAME, close_coll, close_listen, connect, create_context_v14, dereg_mr_sym, destroy_context, devices,
-    finalize, get_properties, iflush, iget, init, iput, iput_signal, iput_signal_v14, listen, progress,
-    query_last_error, reg_dma_buf_v14, reg_v14, test,
+    finalize, get_properties, init, listen, reg_dma_buf_v14, reg_v14,
 };
 use crate::abi::gin_v12::GinV12;
 use crate::abi::gin_v13::GinV13;

@@ -8,6 +8,7 @@ use super::{PeerView, Region, needs_staging, zeroed_shadow};
 use crate::abi::PTR_HOST;
 use crate::cuda::{Cuda, Pinned};
 use crate::error::{Error, Result};
+use crate::log::info;
 use crate::net::{Control, Deadline, MAX_FDS, Message};
 use crate::ring::{Channel, STAGING};
 use bytemuck::{Pod, Zeroable};
@@ -128,8 +129,16 @@ pub(crate) fn prepare(
     Ok(failed.map_or(Ok(region), Err))
 }
 
-/// The last exchange: whether this rank has done its part, and whether all others have.
-pub(crate) fn conclude(partners: &[Partner<'_>], id: u64, ok: bool, deadline: Deadline) -> Result<()> {
+/// The last exchange: whether this rank has done its part. Returns a rank that has not done its own, if there is one.
+///
+/// # Errors
+/// The connection itself has failed.
+pub(crate) fn conclude(
+    partners: &[Partner<'_>],
+    id: u64,
+    ok: bool,
+    deadline: Deadline,
+) -> Result<Option<usize>> {
     let own = Outcome { id, ok: u64::from(ok) };
     for partner in partners {
         partner.control.send(Message::Outcome, &own, &[], deadline)?;
@@ -139,10 +148,10 @@ pub(crate) fn conclude(partners: &[Partner<'_>], id: u64, ok: bool, deadline: De
         let (outcome, _) = partner.control.receive::<Outcome>(Message::Outcome, 0, deadline)?;
         check_id(partner.rank, outcome.id, id)?;
         if outcome.ok == 0 {
-            failed.get_or_insert(Error::PeerFailed { rank: partner.rank });
+            failed.get_or_insert(partner.rank);
         }
     }
-    failed.map_or(Ok(()), Err)
+    Ok(failed)
 }
 
 fn needs_no_sharing(kind: i32, flags: u64) -> bool {
@@ -201,7 +210,10 @@ fn take_offer(
         let parts = offer.lengths.iter().copied().zip(fds).collect();
         let exported = Exported { lead: offer.lead, offset: offer.offset, parts };
         // Memory that cannot be mapped here (no peer access) is staged.
-        view.mapping = Mapping::import(cuda, &exported).ok();
+        let rank = partner.rank;
+        view.mapping = Mapping::import(cuda, &exported)
+            .inspect_err(|error| info!("memory of rank {rank} goes through the host: {error}"))
+            .ok();
     }
     let mapped = view.mapping.is_some();
     let mut staged = Ok(());

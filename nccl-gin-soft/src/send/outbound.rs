@@ -89,24 +89,22 @@ impl Outbound {
         let end = state.end;
         state.waiting.push_back(operation);
         let posted = self.post(&mut state, None)?;
-        self.finish(&state, posted);
-        let staged = state.waiting.front().is_some_and(|one| one.command.kind == Kind::Staged);
-        Ok((end, staged))
+        Ok((end, self.finish(&state, posted)))
     }
 
-    /// Posts what can be posted by now. Only the agent can stage. Returns how many commands that were.
-    pub(crate) fn pump(&self, agent: Option<Pump<'_>>) -> Result<u64> {
+    /// Posts what can be posted by now. Only the agent can stage. Returns how many commands that were, and whether the agent has to do something.
+    pub(crate) fn pump(&self, agent: Option<Pump<'_>>) -> Result<(u64, bool)> {
         let mut state = self.lock();
         let posted = self.post(&mut state, agent)?;
-        self.finish(&state, posted);
-        Ok(posted)
+        Ok((posted, self.finish(&state, posted)))
     }
 
-    fn finish(&self, state: &State, posted: u64) {
+    fn finish(&self, state: &State, posted: u64) -> bool {
         self.waiting.store(state.waiting.len(), Ordering::Release);
         if posted > 0 {
             self.channel.ring_bell();
         }
+        state.waiting.front().is_some_and(|one| one.command.kind == Kind::Staged)
     }
 
     /// Whether the command of a sequence number is done.

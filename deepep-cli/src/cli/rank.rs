@@ -6,6 +6,8 @@ use deepep_cli::job::{Job, JobError, Rank, Report};
 use deepep_core::{Bootstrap, ElasticBuffer};
 use serde::{Deserialize, Serialize};
 
+use super::{Failure, workers};
+
 /// How a rank's part ended.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -16,6 +18,13 @@ pub(super) enum Outcome {
     Mismatch(String),
     /// The library returned an error.
     Failed(String),
+}
+
+impl Outcome {
+    /// Whether everything agreed.
+    pub(super) fn good(&self) -> bool {
+        matches!(self, Self::Verified(_))
+    }
 }
 
 /// A rank's numbers, over all rounds.
@@ -32,6 +41,23 @@ pub(super) struct Summary {
     pub(super) combine_seconds: f64,
     pub(super) dispatch_gb_per_second: f64,
     pub(super) combine_gb_per_second: f64,
+}
+
+/// Runs all ranks as threads of this process; `progress` is called after each round of each rank.
+pub(super) fn threads(
+    job: &Job,
+    rounds: usize,
+    progress: &(dyn Fn(usize) + Sync),
+) -> Result<Vec<Outcome>, Failure> {
+    let work = |bootstrap| run(job, bootstrap, rounds, progress);
+    let outcomes = workers::threads(job.group.ranks, job.timeout, work)?;
+    Ok(outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(Outcome::Failed)).collect())
+}
+
+/// Runs all ranks as processes of their own.
+pub(super) fn processes(job: &Job, progress: &dyn Fn(usize)) -> Result<Vec<Outcome>, Failure> {
+    let outcomes = workers::processes(job.group.ranks, &[], job.timeout, progress, Outcome::good)?;
+    Ok(outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(Outcome::Failed)).collect())
 }
 
 /// Runs one rank; `progress` is called after each round.

@@ -9,7 +9,7 @@ use deepep_cli::job::{Job, Source};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
-use super::rank::{Outcome, Summary};
+use super::rank::{self, Outcome, Summary};
 use super::settings::Settings;
 use super::{Failure, paint, workers};
 
@@ -39,8 +39,11 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let (job, notes) = arguments.settings.job()?;
     let rounds = arguments.rounds.max(1);
     if let Some(rank) = arguments.as_rank {
-        let content = workers::child(&job, rank, arguments.store_port, rounds)?;
-        return Ok(if content { ExitCode::SUCCESS } else { ExitCode::FAILURE });
+        let (ranks, port, timeout) = (job.group.ranks, arguments.store_port, job.timeout);
+        let seat = workers::Seat { rank, ranks, port, timeout };
+        let outcome =
+            workers::child(&seat, |bootstrap, progress| rank::run(&job, bootstrap, rounds, progress))?;
+        return Ok(if outcome.good() { ExitCode::SUCCESS } else { ExitCode::FAILURE });
     }
     // Errors that every rank would report are reported once, here.
     let plan = job.config().plan(job.group.ranks)?;
@@ -51,9 +54,9 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let bar = progress_bar(arguments, rounds * job.group.ranks);
     let started = Instant::now();
     let outcomes = if arguments.threads {
-        workers::threads(&job, rounds, &|_| bar.inc(1))?
+        rank::threads(&job, rounds, &|_| bar.inc(1))?
     } else {
-        workers::processes(job.group.ranks, job.timeout, &|n| bar.inc(n as u64))?
+        rank::processes(&job, &|n| bar.inc(n as u64))?
     };
     bar.finish_and_clear();
     let good = if arguments.json {

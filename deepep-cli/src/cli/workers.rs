@@ -7,27 +7,37 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use deepep_cli::job::Job;
-use deepep_core::bootstrap::{Launch, TcpBootstrap, thread_group};
+use deepep_core::bootstrap::{Launch, TcpBootstrap, ThreadBootstrap, thread_group};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::Failure;
-use super::rank::{self, Outcome};
 
 /// What a rank says, as one line of JSON on its standard output.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum Message {
+enum Message<T> {
     /// Rank 0's store listens here.
     Port(u16),
-    /// Rounds done.
+    /// Steps done.
     Progress(usize),
     /// The end.
-    Outcome(Outcome),
+    Outcome(T),
 }
 
-enum Event {
-    Said(usize, Message),
+/// Which of a run's processes this is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Seat {
+    pub(super) rank: usize,
+    pub(super) ranks: usize,
+    /// Where rank 0's store listens; rank 0 has none yet.
+    pub(super) port: Option<u16>,
+    /// The longest wait for another rank.
+    pub(super) timeout: Duration,
+}
+
+enum Event<T> {
+    Said(usize, Message<T>),
     /// Standard output is closed; what was written to standard error.
     Silent(usize, String),
 }
@@ -35,76 +45,80 @@ enum Event {
 /// How long ranks have to end by themselves after the first of them has failed, beyond the timeout of their waits.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// Plays a rank in this process: the other end of [`processes`]. Returns whether it is content.
-pub(super) fn child(job: &Job, rank: usize, port: Option<u16>, rounds: usize) -> Result<bool, Failure> {
-    let say = |message: &Message| -> Result<(), Failure> {
+/// Plays a rank in this process: the other end of [`processes`]. Returns what it has told, too.
+pub(super) fn child<T: Serialize>(
+    seat: &Seat,
+    work: impl FnOnce(TcpBootstrap, &dyn Fn(usize)) -> T,
+) -> Result<T, Failure> {
+    fn say<T: Serialize>(message: &Message<&T>) -> Result<(), Failure> {
         let mut out = std::io::stdout().lock();
         serde_json::to_writer(&mut out, message)?;
         out.write_all(b"\n")?;
         Ok(out.flush()?)
-    };
-    let bootstrap = match port {
+    }
+    let bootstrap = match seat.port {
         None => {
             let listener = TcpListener::bind(("127.0.0.1", 0))?;
-            say(&Message::Port(listener.local_addr()?.port()))?;
-            TcpBootstrap::serve(listener, job.group.ranks, job.timeout)?
+            say::<()>(&Message::Port(listener.local_addr()?.port()))?;
+            TcpBootstrap::serve(listener, seat.ranks, seat.timeout)?
         }
         Some(master_port) => {
-            let world_size = job.group.ranks;
+            let (rank, world_size) = (seat.rank, seat.ranks);
             let master_addr = "127.0.0.1".to_owned();
             let launch = Launch { rank, world_size, local_rank: Some(rank), master_addr, master_port };
-            TcpBootstrap::join(&launch, job.timeout)?
+            TcpBootstrap::join(&launch, seat.timeout)?
         }
     };
-    let outcome = rank::run(job, bootstrap, rounds, |done| {
+    let outcome = work(bootstrap, &|done| {
         // Without a parent that listens there is nobody to tell.
-        let _ = say(&Message::Progress(done));
+        let _ = say::<()>(&Message::Progress(done));
     });
-    let content = matches!(outcome, Outcome::Verified(_));
-    say(&Message::Outcome(outcome))?;
-    Ok(content)
+    say(&Message::Outcome(&outcome))?;
+    Ok(outcome)
 }
 
-/// Runs every rank as a thread of this process.
-pub(super) fn threads(
-    job: &Job,
-    rounds: usize,
-    progress: &(dyn Fn(usize) + Sync),
-) -> Result<Vec<Outcome>, Failure> {
-    let group = thread_group(job.group.ranks, job.timeout)?;
+/// Runs every rank as a thread of this process. A rank that panicked is an error.
+pub(super) fn threads<T: Send>(
+    ranks: usize,
+    timeout: Duration,
+    work: impl Fn(ThreadBootstrap) -> T + Sync,
+) -> Result<Vec<Result<T, String>>, Failure> {
+    let group = thread_group(ranks, timeout)?;
+    let work = &work;
     Ok(thread::scope(|scope| {
-        let running: Vec<_> = group
-            .into_iter()
-            .map(|bootstrap| scope.spawn(|| rank::run(job, bootstrap, rounds, progress)))
-            .collect();
+        let running: Vec<_> =
+            group.into_iter().map(|bootstrap| scope.spawn(move || work(bootstrap))).collect();
         running
             .into_iter()
-            .map(|rank| rank.join().unwrap_or_else(|_| Outcome::Failed("the rank's thread panicked".into())))
+            .map(|rank| rank.join().map_err(|_| "the rank's thread panicked".to_owned()))
             .collect()
     }))
 }
 
-/// Starts this program once for each rank, with the same arguments and its rank, and collects what they say. Children are never left
-/// behind.
-pub(super) fn processes(
+/// Starts this program once for each rank, with the same arguments, `more` of them and its rank, and collects what they say; a rank that
+/// ends without an outcome is an error. After the first outcome that is not `good` the others have a limited time. Children are
+/// never left behind.
+pub(super) fn processes<T: DeserializeOwned + Send + 'static>(
     ranks: usize,
+    more: &[String],
     timeout: Duration,
     progress: &dyn Fn(usize),
-) -> Result<Vec<Outcome>, Failure> {
+    good: impl Fn(&T) -> bool,
+) -> Result<Vec<Result<T, String>>, Failure> {
     let (sender, events) = mpsc::channel();
     let mut children = Children(Vec::new());
-    children.start(0, None, &sender)?;
+    children.start(0, more, None, &sender)?;
     let port = match events.recv_timeout(timeout) {
         Ok(Event::Said(0, Message::Port(port))) => port,
         Ok(Event::Silent(_, words)) => return Err(format!("rank 0 ended at once: {}", words.trim()).into()),
         Ok(_) | Err(_) => return Err("rank 0 did not say where its store listens".into()),
     };
     for rank in 1..ranks {
-        children.start(rank, Some(port), &sender)?;
+        children.start(rank, more, Some(port), &sender)?;
     }
     drop(sender);
 
-    let mut outcomes: Vec<Option<Outcome>> = vec![None; ranks];
+    let mut outcomes: Vec<Option<Result<T, String>>> = (0..ranks).map(|_| None).collect();
     let mut ended = 0;
     let mut deadline: Option<Instant> = None;
     while ended < ranks {
@@ -121,19 +135,19 @@ pub(super) fn processes(
         match event {
             Event::Said(_, Message::Progress(_)) => progress(1),
             Event::Said(_, Message::Port(_)) => {}
-            Event::Said(rank, Message::Outcome(outcome)) => outcomes[rank] = Some(outcome),
+            Event::Said(rank, Message::Outcome(outcome)) => outcomes[rank] = Some(Ok(outcome)),
             Event::Silent(rank, words) => {
                 ended += 1;
                 let status = children.0[rank].wait()?;
-                outcomes[rank].get_or_insert_with(|| Outcome::Failed(last_words(status, &words)));
+                outcomes[rank].get_or_insert_with(|| Err(last_words(status, &words)));
             }
         }
-        let failed = outcomes.iter().flatten().any(|o| !matches!(o, Outcome::Verified(_)));
+        let failed = outcomes.iter().flatten().any(|outcome| !outcome.as_ref().is_ok_and(&good));
         if failed && deadline.is_none() {
             deadline = Some(Instant::now() + timeout + GRACE);
         }
     }
-    let unheard = || Outcome::Failed("the rank did not end in time and was killed".into());
+    let unheard = || Err("the rank did not end in time and was killed".to_owned());
     Ok(outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(unheard)).collect())
 }
 
@@ -150,9 +164,15 @@ fn last_words(status: ExitStatus, words: &str) -> String {
 struct Children(Vec<Child>);
 
 impl Children {
-    fn start(&mut self, rank: usize, port: Option<u16>, sender: &Sender<Event>) -> Result<(), Failure> {
+    fn start<T: DeserializeOwned + Send + 'static>(
+        &mut self,
+        rank: usize,
+        more: &[String],
+        port: Option<u16>,
+        sender: &Sender<Event<T>>,
+    ) -> Result<(), Failure> {
         let mut command = Command::new(std::env::current_exe()?);
-        command.args(std::env::args_os().skip(1)).arg("--as-rank").arg(rank.to_string());
+        command.args(std::env::args_os().skip(1)).args(more).arg("--as-rank").arg(rank.to_string());
         if let Some(port) = port {
             command.arg("--store-port").arg(port.to_string());
         }

@@ -16,8 +16,8 @@ use deepep_core::BackendKind;
 use deepep_core::tensor::DType;
 use serde::Serialize;
 
-use super::rank::Outcome;
-use super::{Failure, paint, workers};
+use super::rank::{self, Outcome};
+use super::{Failure, paint};
 
 /// Arguments of `deepep doctor`.
 #[derive(Args, Debug)]
@@ -96,7 +96,7 @@ fn main_job() -> Finding {
     (job.timeout, job.backend) = (Duration::from_secs(20), BackendKind::Auto);
     let started = Instant::now();
     let remedy = "see the lines above that say no; please report it if there are none";
-    match workers::threads(&job, 2, &|_| {}) {
+    match rank::threads(&job, 2, &|_| {}) {
         Ok(outcomes) => match &outcomes[..] {
             [Outcome::Verified(one), Outcome::Verified(_)] => {
                 let milliseconds = started.elapsed().as_millis();

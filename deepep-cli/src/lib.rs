@@ -8,5 +8,6 @@ pub mod gpu;
 pub mod inputs;
 pub mod job;
 pub mod oracle;
+pub mod place;
 pub mod routing;
 pub mod trace;

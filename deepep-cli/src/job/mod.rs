@@ -1,9 +1,9 @@
 //! The main job on one rank: dispatch, a stand-in expert, combine, and every bit of it compared with the oracle.
 
 mod check;
+mod delivered;
 
 use std::fmt;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -14,8 +14,10 @@ use deepep_core::{
 };
 use half::bf16;
 
+pub(crate) use self::delivered::Delivered;
 use crate::inputs::{Values, expert_row, expert_sum};
 use crate::oracle::{self, Received, owner};
+use crate::place::Place;
 use crate::routing::{Group, Pattern, Routing, generate};
 use crate::trace::Trace;
 
@@ -284,9 +286,10 @@ impl<'a> Rank<'a> {
         dispatched.event().wait(job.timeout)?;
         let dispatch = started.elapsed();
         dispatched.check()?;
-        self.check_dispatch(&dispatched, round)?;
+        let delivered = self.delivered(&dispatched, &Place::Host)?;
+        self.check_dispatch(&delivered, round)?;
 
-        let (y, y_weights) = self.experts(&dispatched, round)?;
+        let (y, y_weights) = self.experts(&delivered, dispatched.rows(), round);
         let biases: Vec<Vec<bf16>> = (0..job.biases).map(|i| self.bias(i as u64)).collect();
         let mut out = vec![bf16::NAN; n * hidden];
         let mut out_weights = vec![f32::NAN; n * topk];
@@ -327,6 +330,16 @@ impl<'a> Rank<'a> {
         Ok((report, dispatched.into_handle()))
     }
 
+    /// Copies what the oracle says has come.
+    pub(crate) fn delivered(&self, got: &Dispatched, place: &Place) -> Result<Delivered, JobError> {
+        Ok(Delivered::copy(got, self.rows(), self.received.tokens.len(), place)?)
+    }
+
+    /// Rows that come.
+    pub(crate) fn rows(&self) -> usize {
+        if self.job.expanded.is_some() { self.received.rows.len() } else { self.received.tokens.len() }
+    }
+
     fn own_rows(&self, round: u64) -> Vec<u8> {
         let size = self.job.values.row_bytes();
         let mut x = vec![0; self.routing.tokens() * size];
@@ -361,20 +374,17 @@ impl<'a> Rank<'a> {
     }
 
     /// The stand-in experts' outputs for the received rows, and the weights to send back.
-    fn experts(&self, got: &Dispatched, round: u64) -> Result<(Vec<bf16>, Vec<f32>), JobError> {
+    pub(crate) fn experts(&self, got: &Delivered, rows: usize, round: u64) -> (Vec<bf16>, Vec<f32>) {
         let (job, want, hidden) = (self.job, &self.received, self.job.values.hidden);
-        let mut y = vec![bf16::NAN; got.rows() * hidden];
+        let mut y = vec![bf16::NAN; rows * hidden];
         let size = job.values.row_bytes();
-        let x = got.x().as_bytes()?;
         let mut numbers = vec![0.0; hidden];
         let mut sum = Vec::new();
-        let filled: Range<usize> =
-            0..if job.expanded.is_some() { want.rows.len() } else { want.tokens.len() };
-        for row in filled {
+        for row in 0..self.rows() {
             let Some((source, _)) = self.row_source(row) else { continue };
             // The row as it came; scales were compared already.
             let scales = job.scales(round, source.rank, source.token);
-            job.values.decode(&x[row * size..][..size], &scales, &mut numbers);
+            job.values.decode(&got.x[row * size..][..size], &scales, &mut numbers);
             let (experts, weights) = self.lanes_of(source);
             let out = &mut y[row * hidden..][..hidden];
             match (job.expanded, want.rows.get(row).copied().flatten()) {
@@ -386,10 +396,6 @@ impl<'a> Rank<'a> {
                 }
             }
         }
-        let weights = match got.topk_weights() {
-            Some(weights) => weights.as_slice::<f32>()?.to_vec(),
-            None => Vec::new(),
-        };
-        Ok((y, weights))
+        (y, got.topk_weights.clone().unwrap_or_default())
     }
 }

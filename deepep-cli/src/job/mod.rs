@@ -67,6 +67,8 @@ pub struct Job {
     pub timeout: Duration,
     /// Which processors.
     pub backend: BackendKind,
+    /// Most multiprocessors that an operation may use; without it the library's choice.
+    pub multiprocessors: Option<usize>,
 }
 
 impl Job {
@@ -89,6 +91,7 @@ impl Job {
             cached: false,
             timeout: Duration::from_secs(60),
             backend: BackendKind::Auto,
+            multiprocessors: None,
         }
     }
 
@@ -110,7 +113,8 @@ impl Job {
         config
     }
 
-    fn scale_packs(&self) -> usize {
+    /// Words of a token's scales.
+    pub(crate) fn scale_packs(&self) -> usize {
         if self.packed_scales { self.values.scales().div_ceil(4) } else { self.values.scales() }
     }
 
@@ -340,13 +344,19 @@ impl<'a> Rank<'a> {
         if self.job.expanded.is_some() { self.received.rows.len() } else { self.received.tokens.len() }
     }
 
-    fn own_rows(&self, round: u64) -> Vec<u8> {
+    pub(crate) fn own_rows(&self, round: u64) -> Vec<u8> {
         let size = self.job.values.row_bytes();
         let mut x = vec![0; self.routing.tokens() * size];
         for (token, row) in x.chunks_mut(size).enumerate() {
             self.job.row(round, self.rank, token, row);
         }
         x
+    }
+
+    /// Scales of all own tokens, row after row.
+    pub(crate) fn scales_by_token(&self, round: u64) -> Vec<u32> {
+        let words = |token| self.job.scale_words(&self.job.scales(round, self.rank, token));
+        (0..self.routing.tokens()).flat_map(words).collect()
     }
 
     /// Scales of all own tokens, column after column.

@@ -1,0 +1,373 @@
+//! The calls that are timed: their tensors, and the comparison of their results with the oracle.
+//!
+//! Two sets of rows take turns from call to call, so that a result that a call has not written is not that of the one before.
+
+use deepep_core::layout::IndexWidth;
+use deepep_core::tensor::DType;
+use deepep_core::{CombineArgs, DispatchArgs, Dispatched, ElasticBuffer, Handle};
+use half::bf16;
+
+use super::clock::Clock;
+use super::plan::Operation;
+use super::rank::RankError;
+use super::report::Samples;
+use crate::gpu::{Graph, Stream};
+use crate::job::{Job, Rank};
+use crate::oracle;
+use crate::place::{Block, Place};
+use crate::routing::Routing;
+
+/// Sets of rows.
+const ROUNDS: usize = 2;
+const WARM_UP: usize = 8;
+const CHAINS: usize = 5;
+
+/// The tensors of one set of rows.
+struct Set {
+    x: Block,
+    scales: Option<Block>,
+    /// Experts' outputs.
+    y: Option<Block>,
+}
+
+/// A rank's tensors and calls.
+pub(super) struct Calls<'a> {
+    job: &'a Job,
+    rank: usize,
+    routings: Vec<Routing>,
+    place: Place,
+    sets: Vec<Set>,
+    ids: Block,
+    weights: Block,
+    out: Block,
+    /// Of a first dispatch, for cached ones and for combine.
+    handle: Option<Handle>,
+    /// Rows of the experts' outputs: as many as a dispatch without counts can deliver.
+    capacity: usize,
+    /// Bytes of rows and scales that a token takes, by dispatch and by combine.
+    token_bytes: [u64; 2],
+    planted: bool,
+}
+
+impl<'a> Calls<'a> {
+    pub(super) fn new(job: &'a Job, rank: usize, place: Place) -> Result<Self, RankError> {
+        let routings = job.routings();
+        let part = Rank::new(job, &routings, rank);
+        let sets = (0..ROUNDS as u64)
+            .map(|round| {
+                let words = part.scales_by_token(round);
+                let scales =
+                    if words.is_empty() { None } else { Some(place.block_of(bytemuck::cast_slice(&words))?) };
+                Ok(Set { x: place.block_of(&part.own_rows(round))?, scales, y: None })
+            })
+            .collect::<Result<_, RankError>>()?;
+        let routing = &routings[rank];
+        let ids = match job.index {
+            IndexWidth::Bits64 => place.block_of(bytemuck::cast_slice(&routing.experts))?,
+            IndexWidth::Bits32 => {
+                let narrow: Vec<i32> = routing.experts.iter().map(|&id| id as i32).collect();
+                place.block_of(bytemuck::cast_slice(&narrow))?
+            }
+        };
+        let weights = place.block_of(bytemuck::cast_slice(&routing.weights))?;
+        let out = place.block(routing.tokens() * job.values.hidden * 2)?;
+        let row_bytes = job.values.row_bytes() + 4 * job.scale_packs();
+        let token_bytes = [row_bytes as u64, job.values.hidden as u64 * 2];
+        Ok(Self {
+            job,
+            rank,
+            routings,
+            place,
+            sets,
+            ids,
+            weights,
+            out,
+            handle: None,
+            capacity: 0,
+            token_bytes,
+            planted: false,
+        })
+    }
+
+    /// For tests of the program: sends rows that are not those of the oracle.
+    pub(super) fn plant(&mut self, fault: bool) -> Result<(), RankError> {
+        if !fault || self.planted || self.routings[self.rank].tokens() == 0 {
+            return Ok(());
+        }
+        self.planted = true;
+        for block in self.sets.iter_mut().flat_map(|set| [Some(&mut set.x), set.y.as_mut()]).flatten() {
+            let mut bytes = block.read()?;
+            if let Some(first) = bytes.first_mut() {
+                *first ^= 1;
+            }
+            block.write(&bytes)?;
+        }
+        Ok(())
+    }
+
+    fn tokens(&self) -> usize {
+        self.routings[self.rank].tokens()
+    }
+
+    /// This rank's part of the job, with the weights that the operation in question takes.
+    fn with_part<T>(&self, weights: bool, work: impl FnOnce(&Rank<'_>) -> T) -> T {
+        let job = Job { weights, ..self.job.clone() };
+        work(&Rank::new(&job, &self.routings, self.rank))
+    }
+
+    /// Dispatches both sets, compares them, and computes the experts' outputs.
+    pub(super) fn prepare(&mut self, buffer: &mut ElasticBuffer, clock: &Clock) -> Result<(), RankError> {
+        for round in 0..ROUNDS {
+            let dispatched = self.dispatch(buffer, clock, round, None)?;
+            clock.wait("the first dispatch")?;
+            dispatched.check()?;
+            self.capacity = dispatched.rows();
+            let y = self.with_part(true, |part| {
+                let delivered = part.delivered(&dispatched, &self.place)?;
+                part.check_dispatch(&delivered, round as u64)?;
+                Ok::<_, RankError>(part.experts(&delivered, part.rows(), round as u64).0)
+            })?;
+            let mut block = self.place.block(self.capacity * self.job.values.hidden * 2)?;
+            block.write(bytemuck::cast_slice(&y))?;
+            self.sets[round].y = Some(block);
+            self.handle = Some(dispatched.into_handle());
+        }
+        Ok(())
+    }
+
+    /// Enqueues a dispatch of a set, new or along a handle's routes.
+    fn dispatch(
+        &self,
+        buffer: &mut ElasticBuffer,
+        clock: &Clock,
+        round: usize,
+        handle: Option<&Handle>,
+    ) -> Result<Dispatched, RankError> {
+        let (job, n, set) = (self.job, self.tokens(), &self.sets[round % ROUNDS]);
+        let x = set.x.view(job.values.dtype, n, job.values.hidden)?;
+        let width = match job.index {
+            IndexWidth::Bits32 => DType::I32,
+            IndexWidth::Bits64 => DType::I64,
+        };
+        let mut args = match handle {
+            Some(handle) => DispatchArgs::cached(x, handle),
+            None => DispatchArgs::new(x, self.ids.view(width, n, job.group.topk)?).without_counts(),
+        };
+        args = args.weights(self.weights.view(DType::F32, n, job.group.topk)?);
+        if let Some(scales) = &set.scales {
+            args = args.scales(scales.view(DType::F32, n, job.scale_packs())?);
+        }
+        if let (Some(alignment), None) = (job.expanded, handle) {
+            args = args.expanded(alignment);
+        }
+        if let Some(stream) = clock.borrow() {
+            args = args.stream(stream);
+        }
+        Ok(buffer.dispatch(args)?)
+    }
+
+    /// Enqueues a combine of the experts' outputs of a set.
+    fn combine(
+        &mut self,
+        buffer: &mut ElasticBuffer,
+        clock: &Clock,
+        round: usize,
+        handle: &Handle,
+    ) -> Result<(), RankError> {
+        let (n, hidden) = (self.tokens(), self.job.values.hidden);
+        let Some(y) = &self.sets[round % ROUNDS].y else { return Ok(()) };
+        let y = y.view(DType::Bf16, self.capacity, hidden)?;
+        let out = self.out.view_mut(DType::Bf16, n, hidden)?;
+        let mut args = CombineArgs::new(y, handle, out).reduction(self.job.reduction);
+        if let Some(stream) = clock.borrow() {
+            args = args.stream(stream);
+        }
+        buffer.combine(args)?;
+        Ok(())
+    }
+
+    /// One call of an operation; dispatches return what they leave.
+    fn call(
+        &mut self,
+        buffer: &mut ElasticBuffer,
+        clock: &Clock,
+        operation: Operation,
+        round: usize,
+    ) -> Result<Option<Dispatched>, RankError> {
+        match operation {
+            Operation::Dispatch => self.dispatch(buffer, clock, round, None).map(Some),
+            Operation::Cached => self.dispatch(buffer, clock, round, self.handle.as_ref()).map(Some),
+            Operation::Combine => {
+                if let Some(handle) = self.handle.clone() {
+                    self.combine(buffer, clock, round, &handle)?;
+                }
+                Ok(None)
+            }
+            Operation::Pair | Operation::Graph => {
+                let dispatched = self.dispatch(buffer, clock, round, None)?;
+                self.combine(buffer, clock, round, dispatched.handle())?;
+                Ok(Some(dispatched))
+            }
+        }
+    }
+
+    /// Compares what the last call left, which was one of this set.
+    fn compare(
+        &self,
+        operation: Operation,
+        left: Option<&Dispatched>,
+        round: usize,
+    ) -> Result<(), RankError> {
+        let round = (round % ROUNDS) as u64;
+        if let Some(dispatched) = left {
+            dispatched.check()?;
+            self.with_part(true, |part| {
+                part.check_dispatch(&part.delivered(dispatched, &self.place)?, round)
+            })?;
+        }
+        if matches!(operation, Operation::Combine | Operation::Pair | Operation::Graph) {
+            let bytes = self.out.read()?;
+            let sums: Vec<bf16> = bytes.as_chunks::<2>().0.iter().map(|&b| bf16::from_ne_bytes(b)).collect();
+            self.with_part(false, |part| part.check_combine(&sums, &[], &[], round))?;
+        }
+        Ok(())
+    }
+
+    /// Calls an operation for each set and compares the results. False if it is not possible here.
+    pub(super) fn check(
+        &mut self,
+        buffer: &mut ElasticBuffer,
+        clock: &Clock,
+        operation: Operation,
+    ) -> Result<bool, RankError> {
+        if operation == Operation::Graph && clock.stream().is_none() {
+            return Ok(false);
+        }
+        for round in 0..ROUNDS {
+            self.out.fill(0xff)?;
+            let left = self.call(buffer, clock, operation, round)?;
+            clock.wait("a call to be compared")?;
+            self.compare(operation, left.as_ref(), round)?;
+        }
+        Ok(true)
+    }
+
+    /// Times an operation and compares what the last timed call left.
+    pub(super) fn time(
+        &mut self,
+        buffer: &mut ElasticBuffer,
+        clock: &Clock,
+        operation: Operation,
+        iterations: usize,
+        flush: bool,
+    ) -> Result<Samples, RankError> {
+        let heap = buffer.heap().bytes() as u64;
+        let samples = match clock.stream() {
+            Some(stream) if operation == Operation::Graph => {
+                self.replay(buffer, clock, stream, iterations, flush)?
+            }
+            _ => self.eager(buffer, clock, operation, iterations, flush)?,
+        };
+        let (bytes_in, bytes_out) = self.wire_bytes(operation);
+        Ok(samples.with_bytes(bytes_in, bytes_out, heap))
+    }
+
+    fn eager(
+        &mut self,
+        buffer: &mut ElasticBuffer,
+        clock: &Clock,
+        operation: Operation,
+        iterations: usize,
+        flush: bool,
+    ) -> Result<Samples, RankError> {
+        let mut samples = Samples::default();
+        // There is one slot for results: the last one goes before the next comes.
+        let (mut left, mut last) = (None, 0);
+        for i in 0..WARM_UP + iterations {
+            left = None;
+            last = i;
+            let sample = clock.sample(buffer, flush, 1, |buffer, _| {
+                left = self.call(buffer, clock, operation, i)?;
+                Ok(())
+            })?;
+            if i >= WARM_UP {
+                samples.single.push(sample.total);
+            }
+        }
+        if clock.stream().is_some() {
+            let calls = if flush { 20 } else { 50 };
+            for _ in 0..CHAINS {
+                left = None;
+                let sample = clock.sample(buffer, flush, calls, |buffer, i| {
+                    (left, last) = (None, i);
+                    left = self.call(buffer, clock, operation, i)?;
+                    Ok(())
+                })?;
+                samples.chained.push(sample.total / calls as f64);
+                samples.host.extend(sample.host);
+            }
+        }
+        self.compare(operation, left.as_ref(), last)?;
+        Ok(samples)
+    }
+
+    /// Captures pairs of dispatch and combine once, and times replays.
+    fn replay(
+        &mut self,
+        buffer: &mut ElasticBuffer,
+        clock: &Clock,
+        stream: &Stream,
+        iterations: usize,
+        flush: bool,
+    ) -> Result<Samples, RankError> {
+        let pairs = if flush { 4 } else { 50 };
+        let mut samples = Samples::default();
+        let mut left = None;
+        let graph = Graph::capture(stream, || -> Result<(), RankError> {
+            for i in 0..pairs {
+                left = None;
+                left = self.call(buffer, clock, Operation::Graph, i)?;
+            }
+            Ok(())
+        })?;
+        for i in 0..WARM_UP + iterations {
+            if i + 1 == WARM_UP + iterations {
+                self.out.fill(0xff)?;
+            }
+            let sample = clock.sample(buffer, flush, 1, |_, _| {
+                // SAFETY: the tensors are this object's, and the heap is the buffer's: both outlive the replay, which the clock waits for.
+                Ok(unsafe { graph.launch(stream) }?)
+            })?;
+            if i >= WARM_UP {
+                samples.single.push(sample.total / pairs as f64);
+            }
+        }
+        self.compare(Operation::Graph, left.as_ref(), pairs - 1)?;
+        Ok(samples)
+    }
+
+    /// Bytes that come from and go to other ranks.
+    fn wire_bytes(&self, operation: Operation) -> (u64, u64) {
+        let me = self.rank;
+        let to_others = |rank: usize, of: &Routing| -> u64 {
+            let tokens = (0..of.tokens()).map(|token| oracle::contributors(self.job.group, of.of(token)));
+            tokens
+                .map(|ranks| {
+                    ranks.iter().filter(|&&r| if rank == me { r != me } else { r == me }).count() as u64
+                })
+                .sum()
+        };
+        let tokens_out = to_others(me, &self.routings[me]);
+        let tokens_in: u64 =
+            self.routings.iter().enumerate().filter(|(r, _)| *r != me).map(|(r, of)| to_others(r, of)).sum();
+        let [dispatch, combine] = self.token_bytes;
+        match operation {
+            Operation::Dispatch | Operation::Cached => (tokens_in * dispatch, tokens_out * dispatch),
+            // The way back.
+            Operation::Combine => (tokens_out * combine, tokens_in * combine),
+            Operation::Pair | Operation::Graph => {
+                (tokens_in * dispatch + tokens_out * combine, tokens_out * dispatch + tokens_in * combine)
+            }
+        }
+    }
+}

@@ -20,11 +20,7 @@ impl Place {
     /// [`Error::Vmm`] if the GPU's context can't be had.
     pub fn of(buffer: &ElasticBuffer) -> Result<Self> {
         Ok(match buffer.backend() {
-            BackendKind::Cuda => {
-                let cuda = cuda_vmm::Cuda::get()?;
-                let device = buffer.rank() as i32 % cuda.device_count().max(1);
-                Self::Device(cuda.device(device)?.primary_context()?)
-            }
+            BackendKind::Cuda => Self::Device(buffer.device().primary_context()?),
             _ => Self::Host,
         })
     }

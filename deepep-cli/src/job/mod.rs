@@ -110,6 +110,7 @@ impl Job {
         config.handle_slots = 2;
         config.timeout = self.timeout;
         config.backend = self.backend;
+        config.multiprocessors = self.multiprocessors;
         config
     }
 

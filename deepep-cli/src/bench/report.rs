@@ -88,13 +88,13 @@ pub enum Outcome {
 #[serde(deny_unknown_fields)]
 pub struct Times {
     /// From the input being ready to the result being usable, on the caller's stream, on the slowest rank.
-    pub end_to_end: Quantiles,
+    pub end_to_end_us: Quantiles,
     /// The same median without what an empty kernel takes between two events.
-    pub kernel: Option<f64>,
+    pub kernel_us: Option<f64>,
     /// Host time of a call, on the slowest rank.
-    pub host: Option<Quantiles>,
-    /// A call in a chain of calls.
-    pub chained: Option<f64>,
+    pub host_us: Option<Quantiles>,
+    /// A call in a chain of calls, on the slowest rank.
+    pub chained_us: Option<f64>,
     /// Bytes of rows and scales that cross the busiest link, in the busier direction.
     pub wire_bytes: u64,
     /// These over the median.
@@ -104,7 +104,7 @@ pub struct Times {
     /// That over the rate of the copy engines in this run.
     pub of_copy_engine: Option<f64>,
     /// The least possible: these bytes at the best rate of stores.
-    pub bound: Option<f64>,
+    pub bound_us: Option<f64>,
     /// The median over the bound.
     pub times_bound: Option<f64>,
     /// Bytes of symmetric memory on each rank.
@@ -145,13 +145,16 @@ pub enum Part {
 impl Outcome {
     /// From all ranks' parts: times only if all ranks have them.
     pub fn of(ranks: &[Part], ceilings: &[Ceiling], shared_devices: bool) -> Self {
-        let find = |pick: fn(&Part) -> Option<&String>| {
-            ranks.iter().enumerate().find_map(|(rank, part)| Some(format!("rank {rank}: {}", pick(part)?)))
-        };
-        if let Some(what) = find(|part| if let Part::Wrong(what) = part { Some(what) } else { None }) {
-            return Self::Wrong(what);
+        // A difference names the rank that found it.
+        let wrong = ranks.iter().find_map(|p| if let Part::Wrong(what) = p { Some(what) } else { None });
+        if let Some(what) = wrong {
+            return Self::Wrong(what.clone());
         }
-        if let Some(what) = find(|part| if let Part::Failed(what) = part { Some(what) } else { None }) {
+        let failed = ranks.iter().enumerate().find_map(|(rank, part)| match part {
+            Part::Failed(what) => Some(format!("rank {rank}: {what}")),
+            _ => None,
+        });
+        if let Some(what) = failed {
             return Self::Failed(what);
         }
         let skipped = ranks.iter().find_map(|p| if let Part::Skipped(why) = p { Some(why) } else { None });
@@ -182,15 +185,15 @@ impl Times {
         let bound = stores.map(|rate| wire_bytes as f64 / rate / 1e3);
         let chained = slowest(&all(|s| &s.chained));
         Some(Self {
-            end_to_end,
-            kernel: best(ceilings, Kind::Launch).map(|floor| (end_to_end.p50 - floor).max(0.0)),
-            host: Quantiles::of(&slowest(&all(|s| &s.host))),
-            chained: (!chained.is_empty()).then(|| median(&chained)),
+            end_to_end_us: end_to_end,
+            kernel_us: best(ceilings, Kind::Launch).map(|floor| (end_to_end.p50 - floor).max(0.0)),
+            host_us: Quantiles::of(&slowest(&all(|s| &s.host))),
+            chained_us: (!chained.is_empty()).then(|| median(&chained)),
             wire_bytes,
             wire_gb_per_second: rate,
             of_stores: stores.map(|most| rate / most),
             of_copy_engine: of(&[Kind::CopyEngine]).map(|most| rate / most),
-            bound,
+            bound_us: bound,
             times_bound: bound.map(|bound| end_to_end.p50 / bound),
             symmetric_bytes: ranks.iter().map(|s| s.symmetric_bytes).max()?,
         })
@@ -247,14 +250,14 @@ mod tests {
         let ceilings =
             [ceiling(Kind::BulkStores, 3.67), ceiling(Kind::CopyEngine, 4.0), ceiling(Kind::Launch, 4.5)];
         let Outcome::Timed(times) = Outcome::of(&ranks, &ceilings, false) else { panic!() };
-        assert_eq!(times.end_to_end, Quantiles { p10: 11.0, p50: 20.0, p90: 31.0 });
-        assert_eq!((times.kernel, times.chained, times.wire_bytes), (Some(15.5), None, 36_700));
+        assert_eq!(times.end_to_end_us, Quantiles { p10: 11.0, p50: 20.0, p90: 31.0 });
+        assert_eq!((times.kernel_us, times.chained_us, times.wire_bytes), (Some(15.5), None, 36_700));
         assert!((times.wire_gb_per_second - 1.835).abs() < 1e-9);
         assert!((times.of_stores.unwrap() - 0.5).abs() < 1e-9);
-        assert!((times.bound.unwrap() - 10.0).abs() < 1e-9);
+        assert!((times.bound_us.unwrap() - 10.0).abs() < 1e-9);
         assert!((times.times_bound.unwrap() - 2.0).abs() < 1e-9);
         let Outcome::Timed(times) = Outcome::of(&ranks, &ceilings, true) else { panic!() };
-        assert_eq!((times.bound, times.of_stores), (None, None));
+        assert_eq!((times.bound_us, times.of_stores), (None, None));
     }
 
     #[test]
@@ -263,8 +266,8 @@ mod tests {
         let wrong = Part::Wrong("row 3".into());
         let failed = Part::Failed("no memory".into());
         let of = |parts: &[Part]| Outcome::of(parts, &[], false);
-        assert_eq!(of(&[right.clone(), wrong.clone()]), Outcome::Wrong("rank 1: row 3".into()));
-        assert_eq!(of(&[failed.clone(), wrong]), Outcome::Wrong("rank 1: row 3".into()));
+        assert_eq!(of(&[right.clone(), wrong.clone()]), Outcome::Wrong("row 3".into()));
+        assert_eq!(of(&[failed.clone(), wrong]), Outcome::Wrong("row 3".into()));
         assert_eq!(of(&[failed, right.clone()]), Outcome::Failed("rank 0: no memory".into()));
         assert_eq!(of(&[right, Part::Skipped("no graphs".into())]), Outcome::Skipped("no graphs".into()));
         assert!(matches!(of(&[]), Outcome::Failed(_)));

@@ -68,7 +68,7 @@ fn panels(report: &Report) -> Vec<Panel> {
                 .iter()
                 .filter(|e| of_group(&e.setting) && e.operation == operation)
                 .filter_map(|e| match &e.outcome {
-                    Outcome::Timed(times) => Some((&e.setting, times.end_to_end.p50, times.bound)),
+                    Outcome::Timed(times) => Some((&e.setting, times.end_to_end_us.p50, times.bound_us)),
                     _ => None,
                 })
                 .collect();
@@ -190,15 +190,15 @@ mod tests {
 
     fn timed(median: f64) -> Outcome {
         Outcome::Timed(Times {
-            end_to_end: Quantiles { p10: median, p50: median, p90: median },
-            kernel: None,
-            host: None,
-            chained: None,
+            end_to_end_us: Quantiles { p10: median, p50: median, p90: median },
+            kernel_us: None,
+            host_us: None,
+            chained_us: None,
             wire_bytes: 1,
             wire_gb_per_second: 1.0,
             of_stores: None,
             of_copy_engine: None,
-            bound: Some(median / 2.0),
+            bound_us: Some(median / 2.0),
             times_bound: Some(2.0),
             symmetric_bytes: 1,
         })

@@ -1,5 +1,6 @@
 //! The command line.
 
+mod bench;
 mod doctor;
 mod paint;
 mod plan;
@@ -24,6 +25,8 @@ struct Cli {
 enum Command {
     /// Dispatch tokens to experts, combine their outputs, and verify every bit
     Run(run::Arguments),
+    /// Time dispatch and combine, verified, beside what the hardware can do at most
+    Bench(bench::Arguments),
     /// Print the bytes that each feature of a buffer takes
     Plan(plan::Arguments),
     /// Say what this machine can do, and what to do about what it can't
@@ -34,6 +37,7 @@ enum Command {
 pub(crate) fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Run(arguments) => run::run(&arguments),
+        Command::Bench(arguments) => bench::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
     };

@@ -48,13 +48,23 @@ enum ReductionChoice {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum BackendChoice {
+pub(super) enum BackendChoice {
     /// GPUs if there are any, else emulated ranks
     Auto,
     /// GPUs
     Cuda,
     /// Emulated ranks on CPUs
     Host,
+}
+
+impl BackendChoice {
+    pub(super) fn kind(self) -> BackendKind {
+        match self {
+            Self::Auto => BackendKind::Auto,
+            Self::Cuda => BackendKind::Cuda,
+            Self::Host => BackendKind::Host,
+        }
+    }
 }
 
 /// What is communicated.
@@ -200,11 +210,7 @@ impl Settings {
         job.cached = self.cached;
         job.timeout = Duration::try_from_secs_f64(self.timeout)
             .map_err(|e| format!("--timeout {}: {e}", self.timeout))?;
-        job.backend = match self.backend {
-            BackendChoice::Auto => BackendKind::Auto,
-            BackendChoice::Cuda => BackendKind::Cuda,
-            BackendChoice::Host => BackendKind::Host,
-        };
+        job.backend = self.backend.kind();
         Ok((job, notes))
     }
 }

@@ -61,6 +61,19 @@ impl Core {
         Ok(())
     }
 
+    /// Copies between two addresses of a stream's device or of the host. Each says whether it must be one that this driver knows.
+    fn copy_here(
+        self: &Arc<Self>,
+        stream: CUstream,
+        to: (u64, bool),
+        from: (u64, bool),
+        length: usize,
+    ) -> Outcome {
+        let stream = self.stream_for_work(stream)?;
+        let end = |(address, known)| End { address, device: stream.device, known };
+        self.copy(&stream, end(to), end(from), length)
+    }
+
     /// Checks a set: aligned, in one range, and within reach of the stream's device.
     fn check_set(&self, stream: &Stream, address: u64, length: u64) -> Outcome {
         let contexts = lock(&self.contexts);
@@ -94,9 +107,7 @@ impl Core {
         length: usize,
         stream: CUstream,
     ) -> Outcome {
-        let stream = self.stream_for_work(stream)?;
-        let end = |address| End { address, device: stream.device, known: false };
-        self.copy(&stream, end(to), end(from), length)
+        self.copy_here(stream, (to, false), (from, false), length)
     }
 
     pub(crate) unsafe fn cuMemcpyHtoDAsync(
@@ -106,10 +117,7 @@ impl Core {
         length: usize,
         stream: CUstream,
     ) -> Outcome {
-        let stream = self.stream_for_work(stream)?;
-        let to = End { address: to, device: stream.device, known: true };
-        let from = End { address: from as u64, device: stream.device, known: false };
-        self.copy(&stream, to, from, length)
+        self.copy_here(stream, (to, true), (from as u64, false), length)
     }
 
     pub(crate) unsafe fn cuMemcpyDtoHAsync(
@@ -119,10 +127,7 @@ impl Core {
         length: usize,
         stream: CUstream,
     ) -> Outcome {
-        let stream = self.stream_for_work(stream)?;
-        let to = End { address: to as u64, device: stream.device, known: false };
-        let from = End { address: from, device: stream.device, known: true };
-        self.copy(&stream, to, from, length)
+        self.copy_here(stream, (to as u64, false), (from, true), length)
     }
 
     pub(crate) unsafe fn cuMemcpyDtoDAsync(
@@ -132,9 +137,7 @@ impl Core {
         length: usize,
         stream: CUstream,
     ) -> Outcome {
-        let stream = self.stream_for_work(stream)?;
-        let end = |address| End { address, device: stream.device, known: true };
-        self.copy(&stream, end(to), end(from), length)
+        self.copy_here(stream, (to, true), (from, true), length)
     }
 
     pub(crate) unsafe fn cuMemcpyPeerAsync(

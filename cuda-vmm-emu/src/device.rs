@@ -1,5 +1,6 @@
 //! A device as it is configured, and the functions that ask about devices.
 
+use crate::attributes::INTRODUCED;
 use crate::config::{Config, Fabric};
 use crate::core::Core;
 use crate::status::{Outcome, code, put, require};
@@ -71,18 +72,9 @@ impl Device {
     }
 }
 
-/// CUDA version that introduced an attribute, where it matters to who asks an older driver.
+/// CUDA version that introduced an attribute; 0 for one that every driver has with which this crate can be asked.
 fn attribute_since(attribute: c_uint) -> i32 {
-    match attribute {
-        128 => 12_030,
-        130 | 131 | 133 | 134 => 12_020,
-        132 => 12_010,
-        135 => 12_060,
-        136..=140 => 12_080,
-        141..=143 => 12_090,
-        144..=147 => 13_000,
-        _ => 0,
-    }
+    INTRODUCED.iter().find(|(number, _)| *number == attribute).map_or(0, |&(_, since)| since)
 }
 
 impl Config {

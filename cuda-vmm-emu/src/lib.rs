@@ -83,6 +83,7 @@
 #[cfg(not(target_os = "linux"))]
 compile_error!("cuda-vmm-emu needs Linux: memory is a memfd, and processes find each other through /proc");
 
+mod attributes;
 mod config;
 mod context;
 mod copy;

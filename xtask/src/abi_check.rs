@@ -4,7 +4,7 @@
 //! of each field, value of each constant, target of each alias, signature of each function) must hold in every version of the
 //! headers that has the thing at all.
 
-use crate::bindgen::{FILES, Parsed, generate, need_libclang, parse};
+use crate::bindgen::{Parsed, files, need_libclang, parse};
 use crate::cuda_functions::FUNCTIONS;
 use crate::wheels::{CUDA_HEADERS, CudaHeaders, root};
 use anyhow::{Context, Result, bail};
@@ -24,9 +24,8 @@ const EXCEPTIONS: &[(&str, &str)] = &[
 /// Runs the check; with `all_releases` over the NCCL releases in between too.
 pub fn check(all_releases: bool) -> Result<()> {
     need_libclang()?;
-    let (bindings, list) = generate()?;
-    for (path, fresh) in FILES.iter().zip([bindings, list]) {
-        let here = std::fs::read_to_string(root().join(path)).with_context(|| (*path).to_owned())?;
+    for (path, fresh) in files()? {
+        let here = std::fs::read_to_string(root().join(path)).with_context(|| path.to_owned())?;
         if here != fresh {
             bail!(
                 "{path} is not what the generator makes: run `cargo xtask bindgen` and look at the difference"

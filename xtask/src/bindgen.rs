@@ -46,12 +46,9 @@ pub fn need_libclang() -> Result<()> {
         .context("libclang is needed: set LIBCLANG_PATH, or run as root on Debian")
 }
 
-/// Parses one version of the CUDA headers.
-pub fn parse(headers: &CudaHeaders) -> Result<Parsed> {
-    let include = headers.include()?;
-    let mut builder = bindgen::Builder::default()
-        .header_contents("wrapper.h", "#include <cuda.h>\n#include <cudaTypedefs.h>\n")
-        .clang_args(["-I", include.to_str().context("path is not UTF-8")?, "-isystem", &compiler_headers()?])
+/// How all bindings look: newtypes for enums, layouts that are asserted, no comments.
+pub fn builder() -> bindgen::Builder {
+    bindgen::Builder::default()
         .default_enum_style(bindgen::EnumVariation::NewType { is_bitfield: false, is_global: false })
         .default_alias_style(bindgen::AliasVariation::TypeAlias)
         .generate_comments(false)
@@ -62,7 +59,15 @@ pub fn parse(headers: &CudaHeaders) -> Result<Parsed> {
         .use_core()
         .ctypes_prefix("core::ffi")
         .formatter(bindgen::Formatter::None)
-        .allowlist_recursively(true);
+        .allowlist_recursively(true)
+}
+
+/// Parses one version of the CUDA headers.
+pub fn parse(headers: &CudaHeaders) -> Result<Parsed> {
+    let include = headers.include()?;
+    let mut builder = builder()
+        .header_contents("wrapper.h", "#include <cuda.h>\n#include <cudaTypedefs.h>\n")
+        .clang_args(["-I", include.to_str().context("path is not UTF-8")?, "-isystem", &compiler_headers()?]);
     for function in FUNCTIONS {
         builder = builder.allowlist_type(format!("PFN_{}_v{}", function.name, function.since));
     }
@@ -126,8 +131,8 @@ fn qualify(ty: &str) -> String {
     }
 }
 
-/// The two generated files: types and the function list.
-pub fn generate() -> Result<(String, String)> {
+/// The two generated files of `cuda-vmm-sys`: types and the function list.
+fn generate() -> Result<(String, String)> {
     need_libclang()?;
     let types = parse(&CUDA_HEADERS[0])?;
     let newest = parse(CUDA_HEADERS.last().expect("the list is not empty"))?;
@@ -187,13 +192,19 @@ macro_rules! for_each_function {
     ($callback:ident) => { $callback! {
 "#;
 
-/// Files that `generate` makes, in its order.
-pub const FILES: [&str; 2] = ["cuda-vmm-sys/src/bindings.rs", "cuda-vmm-sys/src/functions.rs"];
+/// The files that are generated from CUDA's headers: path below the root, and contents.
+pub fn files() -> Result<[(&'static str, String); 3]> {
+    let (bindings, list) = generate()?;
+    Ok([
+        ("cuda-vmm-sys/src/bindings.rs", bindings),
+        ("cuda-vmm-sys/src/functions.rs", list),
+        (crate::attributes::FILE, crate::attributes::generate()?),
+    ])
+}
 
 /// Writes the generated files.
 pub fn write() -> Result<()> {
-    let (bindings, list) = generate()?;
-    for (path, text) in FILES.iter().zip([bindings, list]) {
+    for (path, text) in files()? {
         std::fs::write(root().join(path), text)?;
         println!("wrote {path}");
     }

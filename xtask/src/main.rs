@@ -1,6 +1,7 @@
 //! Development tasks of the workspace: `cargo xtask <task>`.
 
 mod abi_check;
+mod attributes;
 mod bindgen;
 mod cuda_functions;
 mod kernels;
@@ -18,7 +19,7 @@ cargo xtask <task>
   test        everything CI runs: fmt, clippy, build, tests, doc, abi-check
   abi-check   compares the bindings with several versions of NVIDIA's headers; `abi-check all` with more of NCCL's
   kernels     compiles all kernels with NVRTC from PyPI, into a folder if one is named
-  bindgen     generates the bindings of cuda-vmm-sys and nccl-gin-sys again
+  bindgen     generates the bindings of cuda-vmm-sys and nccl-gin-sys again, and a table of cuda-vmm-emu
 ";
 
 fn main() -> std::process::ExitCode {

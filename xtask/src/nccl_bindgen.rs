@@ -68,20 +68,9 @@ fn builder(release: &Nccl) -> Result<bindgen::Builder> {
     for (name, version, folder) in CUDA_WHEELS {
         include.push(wheel(name, version)?.join(folder));
     }
-    let mut builder = bindgen::Builder::default()
+    let mut builder = crate::bindgen::builder()
         .header_contents("wrapper.hpp", "#include <nccl.h>\n#include <nccl_device.h>\n")
-        .clang_args(["-x", "c++", "-std=c++17", "-idirafter", &compiler_headers()?])
-        .default_enum_style(bindgen::EnumVariation::NewType { is_bitfield: false, is_global: false })
-        .default_alias_style(bindgen::AliasVariation::TypeAlias)
-        .generate_comments(false)
-        .derive_default(true)
-        .derive_eq(true)
-        .derive_hash(true)
-        .layout_tests(true)
-        .use_core()
-        .ctypes_prefix("core::ffi")
-        .formatter(bindgen::Formatter::None)
-        .allowlist_recursively(true);
+        .clang_args(["-x", "c++", "-std=c++17", "-idirafter", &compiler_headers()?]);
     for folder in include {
         builder = builder.clang_args(["-isystem", folder.to_str().context("path is not UTF-8")?]);
     }

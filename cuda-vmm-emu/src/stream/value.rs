@@ -54,6 +54,13 @@ impl Core {
         self.check_word(stream, address, wide, Need::Read)?;
         Ok(Op::Wait { at: address, value, wide, until, who: Accessor::Device(stream.device) })
     }
+
+    /// Submits one operation, made for the stream that a handle stands for.
+    fn submit_with(self: &Arc<Self>, stream: CUstream, op: impl FnOnce(&Stream) -> Outcome<Op>) -> Outcome {
+        let stream = self.stream_for_work(stream)?;
+        let op = op(&stream)?;
+        stream.submit(self, op).map(drop)
+    }
 }
 
 /// The functions of `cuda.h`, by their names there.
@@ -68,9 +75,7 @@ impl Core {
         value: u32,
         flags: c_uint,
     ) -> Outcome {
-        let stream = self.stream_for_work(stream)?;
-        let op = self.write_op(&stream, address, value.into(), false, flags)?;
-        stream.submit(self, op).map(drop)
+        self.submit_with(stream, |stream| self.write_op(stream, address, value.into(), false, flags))
     }
 
     pub(crate) unsafe fn cuStreamWriteValue64(
@@ -80,9 +85,7 @@ impl Core {
         value: u64,
         flags: c_uint,
     ) -> Outcome {
-        let stream = self.stream_for_work(stream)?;
-        let op = self.write_op(&stream, address, value, true, flags)?;
-        stream.submit(self, op).map(drop)
+        self.submit_with(stream, |stream| self.write_op(stream, address, value, true, flags))
     }
 
     pub(crate) unsafe fn cuStreamWaitValue32(
@@ -92,9 +95,7 @@ impl Core {
         value: u32,
         flags: c_uint,
     ) -> Outcome {
-        let stream = self.stream_for_work(stream)?;
-        let op = self.wait_op(&stream, address, value.into(), false, flags)?;
-        stream.submit(self, op).map(drop)
+        self.submit_with(stream, |stream| self.wait_op(stream, address, value.into(), false, flags))
     }
 
     pub(crate) unsafe fn cuStreamWaitValue64(
@@ -104,9 +105,7 @@ impl Core {
         value: u64,
         flags: c_uint,
     ) -> Outcome {
-        let stream = self.stream_for_work(stream)?;
-        let op = self.wait_op(&stream, address, value, true, flags)?;
-        stream.submit(self, op).map(drop)
+        self.submit_with(stream, |stream| self.wait_op(stream, address, value, true, flags))
     }
 
     pub(crate) unsafe fn cuStreamBatchMemOp(

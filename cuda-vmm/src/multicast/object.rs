@@ -53,6 +53,33 @@ pub struct Object {
     inner: Arc<Inner>,
 }
 
+/// What an object tells with all its devices and without.
+macro_rules! common {
+    ($($ty:ident)*) => { $(
+        impl $ty {
+            /// Number of devices that the object is for.
+            #[must_use]
+            pub fn devices(&self) -> u32 {
+                self.inner.devices
+            }
+
+            /// Devices that this process added.
+            #[must_use]
+            pub fn added(&self) -> &[Device] {
+                &self.inner.added
+            }
+
+            /// Bytes of each device.
+            #[must_use]
+            pub fn size(&self) -> usize {
+                self.inner.size
+            }
+        }
+    )* };
+}
+
+common!(Incomplete Object);
+
 impl Incomplete {
     /// Creates an object without devices.
     ///
@@ -279,24 +306,6 @@ impl Incomplete {
         Object { inner: Arc::from(self.inner) }
     }
 
-    /// Number of devices that the object is for.
-    #[must_use]
-    pub fn devices(&self) -> u32 {
-        self.inner.devices
-    }
-
-    /// Devices that this process added.
-    #[must_use]
-    pub fn added(&self) -> &[Device] {
-        &self.inner.added
-    }
-
-    /// Bytes of each device.
-    #[must_use]
-    pub fn size(&self) -> usize {
-        self.inner.size
-    }
-
     /// What the object can be exported as.
     #[must_use]
     pub fn handle_types(&self) -> HandleTypes {
@@ -315,24 +324,6 @@ impl Object {
     #[must_use]
     pub fn as_raw(&self) -> CUmemGenericAllocationHandle {
         self.inner.handle.as_raw()
-    }
-
-    /// Number of devices that the object is for.
-    #[must_use]
-    pub fn devices(&self) -> u32 {
-        self.inner.devices
-    }
-
-    /// Devices that this process added.
-    #[must_use]
-    pub fn added(&self) -> &[Device] {
-        &self.inner.added
-    }
-
-    /// Bytes of each device.
-    #[must_use]
-    pub fn size(&self) -> usize {
-        self.inner.size
     }
 
     /// What offsets, sizes and addresses must be, and should be, multiples of.

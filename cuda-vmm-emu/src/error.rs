@@ -29,7 +29,7 @@ pub enum EmulatorError {
     },
     /// The table of functions could not be made, because the configuration removes a function that every driver has.
     #[error("no driver table: {0}")]
-    Load(#[from] LoadError),
+    Load(LoadError),
     /// An address range that is not mapped, or not all of it.
     #[error("{length} bytes at {address:#x} are not mapped memory of this emulator; map them first")]
     NotMapped {
@@ -93,6 +93,12 @@ pub enum EmulatorError {
         /// The system's answer.
         reason: String,
     },
+}
+
+impl From<LoadError> for EmulatorError {
+    fn from(error: LoadError) -> Self {
+        Self::Load(error)
+    }
 }
 
 #[cfg(test)]

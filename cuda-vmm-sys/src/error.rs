@@ -159,14 +159,8 @@ impl fmt::Display for CallError {
     }
 }
 
-impl Error for CallError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::Missing(missing) => Some(missing),
-            Self::Status { .. } => None,
-        }
-    }
-}
+// Its text holds that of what is missing: that is no source besides.
+impl Error for CallError {}
 
 /// `CUDA_ERROR_OUT_OF_MEMORY (2)`, without asking a driver.
 struct Status(CUresult);
@@ -218,6 +212,7 @@ mod tests {
             missing.to_string(),
             "cuMulticastCreate is not in the driver: it needs CUDA 12.1, and /lib/libcuda.so.1 supports CUDA 12.0"
         );
+        assert!(missing.source().is_none(), "its text comes once");
         assert_eq!(missing.status(), None);
         assert_eq!(missing.function(), Function::cuMulticastCreate);
     }

@@ -155,7 +155,7 @@ fn tried(device: &Device, claimed: bool, properties: &Properties) -> Result<Supp
     }
     match attempt(device, properties) {
         Ok(()) => Ok(Support::Works),
-        Err(Error::Call { source: CallError::Missing(missing), .. }) => {
+        Err(Error::Call { cause: CallError::Missing(missing), .. }) => {
             Ok(Support::MissingFunction(missing.function))
         }
         Err(error) => match error.status() {

@@ -11,6 +11,8 @@ use std::time::Duration;
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why something failed.
+///
+/// The text of each holds all there is to say: none of them has a [source](std::error::Error::source) whose text would come twice.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -18,12 +20,12 @@ pub enum Error {
     #[error(transparent)]
     Load(#[from] LoadError),
     /// The driver refused a call, or lacks the function.
-    #[error("{attempt}: {source}{}", Hint::of(source))]
+    #[error("{attempt}: {cause}{}", Hint::of(cause))]
     Call {
         /// What was attempted, with its values.
         attempt: String,
         /// The function and the code that it returned.
-        source: CallError,
+        cause: CallError,
     },
     /// A size or count is zero.
     #[error("{what} is zero")]
@@ -117,7 +119,7 @@ pub enum Error {
     },
     /// Bytes from another process are no valid descriptor.
     #[error("descriptor from another process: {0}")]
-    Descriptor(#[from] DescriptorError),
+    Descriptor(DescriptorError),
     /// What was imported is not what its descriptor says.
     #[error("imported memory is on {found}, but its descriptor says {described}")]
     ImportMismatch {
@@ -127,12 +129,12 @@ pub enum Error {
         found: crate::Location,
     },
     /// A system call of a transport failed.
-    #[error("{step}: {source}{}", io_hint(source))]
+    #[error("{step}: {cause}{}", io_hint(cause))]
     Transport {
         /// What was attempted.
         step: &'static str,
         /// What the system said.
-        source: io::Error,
+        cause: io::Error,
     },
     /// The other process did not answer in time.
     #[error("{step}: no answer within {} ms", after.as_millis())]
@@ -273,12 +275,18 @@ pub enum Error {
     },
 }
 
+impl From<DescriptorError> for Error {
+    fn from(error: DescriptorError) -> Self {
+        Self::Descriptor(error)
+    }
+}
+
 impl Error {
     /// The code that the driver returned, here or on another member of a team, if this is the failure of a driver call.
     #[must_use]
     pub fn status(&self) -> Option<CUresult> {
         match self {
-            Self::Call { source, .. } => source.status(),
+            Self::Call { cause, .. } => cause.status(),
             Self::Member { status, .. } => *status,
             _ => None,
         }
@@ -295,7 +303,7 @@ impl<T> Attempt<T> for std::result::Result<T, CallError> {
     fn attempt(self, what: impl FnOnce() -> String) -> Result<T> {
         match self {
             Ok(value) => Ok(value),
-            Err(source) => Err(failed(source, what)),
+            Err(cause) => Err(failed(cause, what)),
         }
     }
 }
@@ -303,8 +311,8 @@ impl<T> Attempt<T> for std::result::Result<T, CallError> {
 /// Out of line: after a call that took long the caches are cold, and code that does not run is not to be fetched.
 #[cold]
 #[inline(never)]
-fn failed(source: CallError, what: impl FnOnce() -> String) -> Error {
-    Error::Call { attempt: what(), source }
+fn failed(cause: CallError, what: impl FnOnce() -> String) -> Error {
+    Error::Call { attempt: what(), cause }
 }
 
 /// What to do about a failed call, where more can be said than the code's name.
@@ -391,10 +399,28 @@ mod tests {
     use super::*;
 
     #[test]
+    fn no_text_comes_twice() {
+        use std::error::Error as _;
+        let function = Function::cuMemMap;
+        let call = CallError::Status { function, status: CUresult::CUDA_ERROR_INVALID_VALUE };
+        let io = io::Error::from_raw_os_error(rustix::io::Errno::MFILE.raw_os_error());
+        let errors = [
+            Error::Call { attempt: "mapping".into(), cause: call },
+            Error::Transport { step: "receiving", cause: io },
+            Error::from(DescriptorError::Magic),
+        ];
+        for error in errors {
+            assert!(error.source().is_none(), "{error}");
+            let rejected = crate::Rejected { object: (), error };
+            assert!(rejected.source().is_none(), "{rejected}");
+        }
+    }
+
+    #[test]
     fn errors_say_what_to_do() {
         let call = |function, status| Error::Call {
             attempt: "creating 2097152 bytes".into(),
-            source: CallError::Status { function, status },
+            cause: CallError::Status { function, status },
         };
         let text = call(Function::cuMemCreate, CUresult::CUDA_ERROR_NOT_PERMITTED).to_string();
         assert!(
@@ -420,8 +446,8 @@ mod tests {
 
         let text = Error::Misaligned { what: "size", value: 5, granularity: 4096 }.to_string();
         assert_eq!(text, "size is 5 bytes, which is not a multiple of 4096: round it up to 4096");
-        let source = io::Error::from_raw_os_error(rustix::io::Errno::MFILE.raw_os_error());
-        let text = Error::Transport { step: "receiving", source }.to_string();
+        let cause = io::Error::from_raw_os_error(rustix::io::Errno::MFILE.raw_os_error());
+        let text = Error::Transport { step: "receiving", cause }.to_string();
         assert!(text.contains("ulimit -n"), "{text}");
     }
 }

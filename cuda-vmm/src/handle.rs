@@ -124,7 +124,7 @@ pub(crate) unsafe fn own_fd(number: c_int, what: &'static str) -> Result<OwnedFd
     // SAFETY: the caller's promise.
     let fd = unsafe { OwnedFd::from_raw_fd(number) };
     rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)
-        .map_err(|errno| Error::Transport { step: what, source: errno.into() })?;
+        .map_err(|errno| Error::Transport { step: what, cause: errno.into() })?;
     Ok(fd)
 }
 

@@ -254,7 +254,6 @@ pub struct Rejected<T: std::fmt::Debug> {
     /// The object, as it was.
     pub object: T,
     /// Why.
-    #[source]
     pub error: Error,
 }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 #[non_exhaustive]
 pub enum Error {
     /// There is no CUDA driver in this process.
-    #[error("{0}")]
+    #[error(transparent)]
     NoDriver(#[from] LoadError),
     /// No CUDA context is current on the calling thread.
     #[error(
@@ -21,20 +21,20 @@ pub enum Error {
         attempt: &'static str,
     },
     /// The driver refused a call.
-    #[error("{attempt}: {source}")]
+    #[error("{attempt}: {cause}")]
     Cuda {
         /// What was attempted.
         attempt: &'static str,
         /// What the driver said.
-        source: CallError,
+        cause: CallError,
     },
     /// The operating system refused a call.
-    #[error("{attempt}: {source}")]
+    #[error("{attempt}: {cause}")]
     System {
         /// What was attempted, with its values.
         attempt: String,
         /// What came back.
-        source: Errno,
+        cause: Errno,
     },
     /// Something did not come in time.
     #[error(
@@ -100,16 +100,16 @@ impl Error {
 
     pub(crate) fn system(attempt: impl Into<String>) -> impl FnOnce(Errno) -> Self {
         let attempt = attempt.into();
-        move |source| Self::System { attempt, source }
+        move |cause| Self::System { attempt, cause }
     }
 
     pub(crate) fn io(attempt: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
         let attempt = attempt.into();
-        move |error| Self::System { attempt, source: Errno::from_io_error(&error).unwrap_or(Errno::IO) }
+        move |error| Self::System { attempt, cause: Errno::from_io_error(&error).unwrap_or(Errno::IO) }
     }
 
     pub(crate) fn cuda(attempt: &'static str) -> impl FnOnce(CallError) -> Self {
-        move |source| Self::Cuda { attempt, source }
+        move |cause| Self::Cuda { attempt, cause }
     }
 }
 

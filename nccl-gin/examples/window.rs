@@ -21,7 +21,7 @@ fn rank(
 ) -> Result<u32> {
     // Returns when the other rank has come here too, or has failed.
     let meet = || other.0.send(()).is_ok() && other.1.recv_timeout(LIMIT).is_ok();
-    let failed = |source: CallError| Error::Driver { attempt: "copying".into(), source };
+    let failed = |cause: CallError| Error::Driver { attempt: "copying".into(), cause };
 
     let device = Device::open(rank as i32 % devices)?;
     let comm = Communicator::init(nccl, &device, id, 2, rank, &Config::new().timeout(LIMIT))?;
@@ -49,7 +49,7 @@ fn rank(
 fn run() -> Result<()> {
     let (nccl, driver, mut devices) = (Nccl::get()?, Driver::get()?, 0);
     let _first = Device::open(0)?;
-    let count = |source| Error::Driver { attempt: "counting devices".into(), source };
+    let count = |cause| Error::Driver { attempt: "counting devices".into(), cause };
     // SAFETY: the driver is initialised, and the output is valid for one write.
     unsafe { driver.cuDeviceGetCount(&mut devices) }.map_err(count)?;
     let id = UniqueId::new(nccl)?;

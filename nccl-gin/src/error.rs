@@ -7,7 +7,8 @@ use std::time::Duration;
 /// A result with this crate's error.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why an operation failed: what was attempted, what came back, and what to do about it.
+/// Why an operation failed: what was attempted, what came back, and what to do about it. All of that is in its text; none of them has a
+/// [source](std::error::Error::source) whose text would come twice.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -24,12 +25,12 @@ pub enum Error {
     #[error(transparent)]
     LoadDriver(#[from] cuda_vmm_sys::LoadError),
     /// A call of the CUDA driver failed.
-    #[error("{attempt}: {source}")]
+    #[error("{attempt}: {cause}")]
     Driver {
         /// What was attempted.
         attempt: String,
         /// What the driver said.
-        source: cuda_vmm_sys::CallError,
+        cause: cuda_vmm_sys::CallError,
     },
     /// A call of NCCL failed, at once or in the background.
     #[error(transparent)]
@@ -201,7 +202,7 @@ impl Error {
 
     pub(crate) fn driver(attempt: impl Into<String>) -> impl FnOnce(cuda_vmm_sys::CallError) -> Self {
         let attempt = attempt.into();
-        |source| Self::Driver { attempt, source }
+        |cause| Self::Driver { attempt, cause }
     }
 }
 
@@ -213,7 +214,6 @@ impl Error {
 #[non_exhaustive]
 pub struct NotClosed {
     /// Why.
-    #[source]
     pub error: Error,
     /// The communicator, if it is still whole.
     pub communicator: Option<crate::Communicator>,
@@ -280,6 +280,7 @@ mod tests {
         ];
         for (error, text) in cases {
             assert_eq!(error.to_string(), text);
+            assert!(std::error::Error::source(&error).is_none(), "nothing of it comes twice");
         }
     }
 }

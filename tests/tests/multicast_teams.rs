@@ -117,7 +117,7 @@ fn a_failure_of_one_member_is_an_error_on_all() {
             for (rank, error) in errors.iter().enumerate() {
                 assert_eq!(error.status(), Some(code), "{function:?} on rank {victim}: {error}");
                 match error {
-                    Error::Call { source, .. } => assert_eq!((rank, source.function()), (victim, function)),
+                    Error::Call { cause, .. } => assert_eq!((rank, cause.function()), (victim, function)),
                     Error::Member { rank: named, reason, .. } => {
                         assert!(rank != victim && *named == victim, "{error}");
                         assert!(reason.contains(function.name()), "{reason}");

@@ -83,7 +83,9 @@ pub fn generate() -> Result<String> {
         headers.push((version, text));
     }
     let (oldest, newest) = (RELEASES[0].1, RELEASES[RELEASES.len() - 1].1);
-    let mut text = format!("{NOTE}\n//! When device attributes appeared, from the headers of CUDA {oldest} to {newest}.\n");
+    let mut text = format!(
+        "{NOTE}\n//! When device attributes appeared, from the headers of CUDA {oldest} to {newest}.\n"
+    );
     text.push_str(
         "\n/// CUDA version that introduced an attribute, by the attribute's number. Attributes that are not here are older than all of them.\n\
          pub(crate) const INTRODUCED: &[(u32, i32)] = &[\n",

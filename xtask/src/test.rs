@@ -6,9 +6,6 @@ use std::io::{BufRead, BufReader};
 use std::process::Command;
 use std::time::Instant;
 
-/// Crates that are published; each must package on its own.
-const PUBLISHED: &[&str] = &["cuda-vmm-sys", "cuda-vmm-emu", "cuda-vmm", "nccl-gin-sys", "nccl-gin"];
-
 /// Numbers of ranks whose kernels are compiled by nvcc: one, which has fewer kernels, and the fewest that has all of them.
 const AOT_RANKS: &str = "1,2";
 
@@ -31,10 +28,11 @@ pub fn test() -> Result<()> {
         run(command(&arguments)?.env("RUSTDOCFLAGS", "-D warnings"))
     })?;
     step("package", || {
+        let names = published()?;
         let mut arguments = vec!["package", "--allow-dirty", "--no-verify", "--quiet"];
-        arguments.extend(PUBLISHED.iter().flat_map(|name| ["-p", name]));
+        arguments.extend(names.iter().flat_map(|name| ["-p", name.as_str()]));
         cargo(&arguments)?;
-        PUBLISHED.iter().try_for_each(|name| packaged(name))
+        names.iter().try_for_each(|name| packaged(name))
     })?;
     step("abi-check", || crate::abi_check::check(false))?;
     println!("xtask test: all steps passed in {} s", start.elapsed().as_secs());
@@ -45,7 +43,23 @@ pub fn test() -> Result<()> {
     Ok(())
 }
 
-/// Whether the package holds what must go with it: both licences and a page for the registry.
+/// The members of the workspace that are published: all that do not say otherwise.
+fn published() -> Result<Vec<String>> {
+    let manifest = std::fs::read_to_string(root().join("Cargo.toml"))?;
+    let list = manifest.split_once("members = [").and_then(|(_, rest)| rest.split_once(']'));
+    let (members, _) = list.context("the workspace lists no members")?;
+    let mut names = Vec::new();
+    for name in members.split(',').map(|member| member.trim().trim_matches('"')).filter(|n| !n.is_empty()) {
+        let manifest = root().join(name).join("Cargo.toml");
+        let text = std::fs::read_to_string(&manifest).with_context(|| manifest.display().to_string())?;
+        if !text.lines().any(|line| line.trim() == "publish = false") {
+            names.push(name.to_owned());
+        }
+    }
+    Ok(names)
+}
+
+/// Whether the package holds what must go with it: both licences and a page for the registry, which says whose it is not.
 fn packaged(name: &str) -> Result<()> {
     let out = Command::new("cargo")
         .args(["package", "--list", "--allow-dirty", "-p", name])
@@ -57,6 +71,10 @@ fn packaged(name: &str) -> Result<()> {
         if !list.lines().any(|line| line == file) {
             bail!("the package of {name} has no {file}");
         }
+    }
+    let page = std::fs::read_to_string(root().join(name).join("README.md"))?;
+    if !page.contains("Not affiliated with NVIDIA") {
+        bail!("the README of {name} does not say that it is not affiliated with NVIDIA");
     }
     Ok(())
 }
@@ -137,6 +155,18 @@ fn command(arguments: &[&str]) -> Result<Command> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_published_is_what_does_not_say_otherwise() {
+        let names = published().unwrap();
+        assert!(
+            names.iter().any(|name| name == "cuda-vmm") && names.iter().any(|name| name == "deepep-core")
+        );
+        assert!(
+            !names.iter().any(|name| matches!(name.as_str(), "xtask" | "benches" | "tests")),
+            "{names:?}"
+        );
+    }
 
     #[test]
     fn outcomes_are_counted() {

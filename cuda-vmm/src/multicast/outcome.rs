@@ -148,7 +148,7 @@ fn first(members: &[Outcome], fared: Fared) -> Option<&Outcome> {
 
 fn how(error: &Error) -> Fared {
     match error {
-        Error::Call { source, .. } if source.status() == Some(CUresult::CUDA_ERROR_SYSTEM_NOT_READY) => {
+        Error::Call { cause, .. } if cause.status() == Some(CUresult::CUDA_ERROR_SYSTEM_NOT_READY) => {
             Fared::Transiently
         }
         _ => Fared::Badly,
@@ -229,8 +229,8 @@ mod tests {
     use cuda_vmm_sys::{CallError, Function};
 
     fn failed(status: CUresult) -> Error {
-        let source = CallError::Status { function: Function::cuMulticastBindMem, status };
-        Error::Call { attempt: "binding".into(), source }
+        let cause = CallError::Status { function: Function::cuMulticastBindMem, status };
+        Error::Call { attempt: "binding".into(), cause }
     }
 
     #[test]

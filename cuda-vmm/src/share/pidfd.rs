@@ -53,7 +53,7 @@ pub fn fetch(cuda: &Cuda, bytes: &[u8]) -> Result<PhysicalMemory> {
     };
     let impossible = DescriptorError::Field { field: "process id", value: pid.into() };
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(impossible)?;
-    let failed = |step| move |errno: rustix::io::Errno| Error::Transport { step, source: errno.into() };
+    let failed = |step| move |errno: rustix::io::Errno| Error::Transport { step, cause: errno.into() };
     let process = pidfd_open(pid, PidfdFlags::empty()).map_err(failed("opening the exporting process"))?;
     let fd = pidfd_getfd(&process, fd, PidfdGetfdFlags::empty())
         .map_err(failed("taking a file descriptor out of the exporting process"))?;

@@ -27,14 +27,14 @@ pub(crate) fn send_bytes(
         let mut ancillary = SendAncillaryBuffer::new(&mut space);
         // The descriptor goes with the first byte.
         if sent == 0 && !fds.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(&fds)) {
-            let source = std::io::Error::other("no space for one file descriptor");
-            return Err(Error::Transport { step: deadline.step, source });
+            let cause = std::io::Error::other("no space for one file descriptor");
+            return Err(Error::Transport { step: deadline.step, cause });
         }
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         match sendmsg(socket, &[IoSlice::new(&bytes[sent..])], &mut ancillary, flags) {
             Ok(count) => sent += count,
             Err(Errno::INTR | Errno::AGAIN) => {}
-            Err(errno) => return Err(Error::Transport { step: deadline.step, source: errno.into() }),
+            Err(errno) => return Err(Error::Transport { step: deadline.step, cause: errno.into() }),
         }
     }
     Ok(())
@@ -57,7 +57,7 @@ pub(crate) fn receive_bytes(
             match recvmsg(socket, &mut [IoSliceMut::new(&mut bytes[received..])], &mut ancillary, flags) {
                 Ok(message) => message,
                 Err(Errno::INTR | Errno::AGAIN) => continue,
-                Err(errno) => return Err(Error::Transport { step: deadline.step, source: errno.into() }),
+                Err(errno) => return Err(Error::Transport { step: deadline.step, cause: errno.into() }),
             };
         for part in ancillary.drain() {
             if let RecvAncillaryMessage::ScmRights(owned) = part {
@@ -102,7 +102,7 @@ impl Deadline {
                 Ok(0) => return Err(Error::TimedOut { step: self.step, after: self.after }),
                 Ok(_) => return Ok(()),
                 Err(Errno::INTR) => {}
-                Err(errno) => return Err(Error::Transport { step: self.step, source: errno.into() }),
+                Err(errno) => return Err(Error::Transport { step: self.step, cause: errno.into() }),
             }
         }
     }

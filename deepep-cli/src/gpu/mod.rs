@@ -44,6 +44,6 @@ trait Attempt<T> {
 
 impl<T> Attempt<T> for Result<T, CallError> {
     fn attempt(self, attempt: impl FnOnce() -> String) -> Result<T> {
-        self.map_err(|source| cuda_vmm::Error::Call { attempt: attempt(), source }.into())
+        self.map_err(|cause| cuda_vmm::Error::Call { attempt: attempt(), cause }.into())
     }
 }

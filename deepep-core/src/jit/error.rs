@@ -75,7 +75,7 @@ pub enum JitError {
     /// The kernel was not compiled into this build, and there is no usable NVRTC that could compile it now.
     #[error(
         "{program} for {arch} is not among the kernels of this build ({embedded}; DEEPEP_AOT_ARCHS and DEEPEP_AOT_RANKS say at build \
-         time which are), and can't be compiled now: {source}"
+         time which are), and can't be compiled now: {compiler}"
     )]
     NotEmbedded {
         /// The kernel.
@@ -85,6 +85,6 @@ pub enum JitError {
         /// What this build has.
         embedded: String,
         /// Why NVRTC is of no help.
-        source: Box<JitError>,
+        compiler: Box<JitError>,
     },
 }

@@ -37,7 +37,7 @@ impl Supply {
                 program: format!("{program:?}"),
                 arch: arch.to_string(),
                 embedded: Embedded::summary(),
-                source: Box::new(error),
+                compiler: Box::new(error),
             },
             false => error,
         })?;

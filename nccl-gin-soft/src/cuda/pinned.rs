@@ -49,7 +49,7 @@ impl Pinned {
         let size = fstat(&fd).map_err(Error::system(attempt()))?.st_size;
         let sealed = fcntl_get_seals(&fd).map_err(Error::system(attempt()))?;
         if size != length as i64 || !sealed.contains(seals()) {
-            return Err(Error::System { attempt: attempt(), source: Errno::INVAL });
+            return Err(Error::System { attempt: attempt(), cause: Errno::INVAL });
         }
         Self::map(cuda, fd, length)
     }
@@ -62,7 +62,7 @@ impl Pinned {
         let mut pinned = Self {
             cuda: Arc::clone(cuda),
             base: NonNull::new(base.cast())
-                .ok_or(Error::System { attempt: "mapping shared memory".into(), source: Errno::NOMEM })?,
+                .ok_or(Error::System { attempt: "mapping shared memory".into(), cause: Errno::NOMEM })?,
             length,
             device: 0,
             fd,

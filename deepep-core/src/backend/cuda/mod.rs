@@ -252,6 +252,6 @@ fn domain(w: &WorkspaceLayout, rank: usize, heap: &[u64], status: u64, timeout: 
 }
 
 /// A driver call that failed, as an error of this crate.
-fn call_failed(attempt: String, source: CallError) -> Error {
-    cuda_vmm::Error::Call { attempt, source }.into()
+fn call_failed(attempt: String, cause: CallError) -> Error {
+    cuda_vmm::Error::Call { attempt, cause }.into()
 }

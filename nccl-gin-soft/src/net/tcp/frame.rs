@@ -42,7 +42,7 @@ pub(crate) enum Frame {
 /// Why the bytes are no frame.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum FrameError {
-    #[error("{0}")]
+    #[error(transparent)]
     Io(#[from] io::Error),
     #[error("bytes of another protocol")]
     Foreign,
@@ -50,7 +50,7 @@ pub(crate) enum FrameError {
     Shape { kind: u16, length: u32 },
     #[error("the completion of stream {0} of {STREAMS}")]
     Stream(u64),
-    #[error("{0}")]
+    #[error(transparent)]
     Command(#[from] CommandError),
     #[error("{found} bytes of payload, and the command has {expected}")]
     Payload { found: u64, expected: u64 },

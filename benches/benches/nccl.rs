@@ -1,7 +1,8 @@
-//! Communicators, windows and device communicators: what NCCL takes on two GPUs, and what `nccl-gin` adds to the raw calls.
+//! Communicators, windows and device communicators: what NCCL takes for two ranks, and what `nccl-gin` adds to the raw calls.
 //!
 //! `cargo bench -p benches --bench nccl`. The overhead is measured on a library whose calls do nothing. On GPUs two ranks work in two
-//! threads of this process; multicast must be switched off (`NCCL_NVLS_ENABLE=0`), so that creating communicators creates none.
+//! threads of this process; multicast must be switched off (`NCCL_NVLS_ENABLE=0`), so that creating communicators creates none. They share a single
+//! GPU if NCCL may let them (`NCCL_MULTI_RANK_GPU_ENABLE=1`, NCCL 2.30 and later).
 
 use benches::nccl::{device, nothing};
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
@@ -111,6 +112,8 @@ fn overhead(criterion: &mut Criterion) {
 /// Two ranks of this process that do the same things side by side.
 struct Pair {
     nccl: &'static Nccl,
+    /// How many GPUs the two have.
+    gpus: i32,
     devices: [Device; 2],
 }
 
@@ -120,8 +123,16 @@ impl Pair {
             return Err("multicast is not switched off: set NCCL_NVLS_ENABLE=0".into());
         }
         let nccl = Nccl::get().map_err(|error| error.to_string())?;
+        let gpus = Cuda::get().map_err(|error| error.to_string())?.device_count().min(2);
+        let shares = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|value| value == "1");
+        if gpus < 2 && !(shares && nccl.version().code() >= 23000) {
+            let version = nccl.version();
+            return Err(format!(
+                "{gpus} GPU(s), and NCCL {version}: two ranks share one with 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1"
+            ));
+        }
         let device = |ordinal| Device::open(ordinal).map_err(|error| error.to_string());
-        Ok(Self { nccl, devices: [device(0)?, device(1)?] })
+        Ok(Self { nccl, gpus, devices: [device(0)?, device(gpus - 1)?] })
     }
 
     fn communicators(&self) -> [Communicator; 2] {
@@ -172,10 +183,10 @@ impl Pair {
 fn gpus(criterion: &mut Criterion) {
     let pair = match Pair::find() {
         Ok(pair) => pair,
-        Err(reason) => return eprintln!("skipped: NCCL on two GPUs: {reason}"),
+        Err(reason) => return eprintln!("skipped: NCCL with two ranks: {reason}"),
     };
     let label = |operation: &str| format!("{operation}, NCCL {}", pair.nccl.version());
-    let mut group = criterion.benchmark_group("nccl on two GPUs");
+    let mut group = criterion.benchmark_group(format!("two ranks, {} GPU(s)", pair.gpus));
     group.sample_size(10).warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(2));
     group.bench_function(label("communicator"), |b| {
         b.iter_custom(|rounds| {

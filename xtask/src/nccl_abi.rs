@@ -60,6 +60,8 @@ fn strays(release: &Nccl, newest: &Common) -> Result<Vec<String>> {
     for (what, place) in &theirs {
         match ours.get(what) {
             Some(other) if other == place => same += 1,
+            // What is inlined in a device communicator: later releases took its unused tail for a field of their own.
+            Some(_) if what.contains("ncclResourceWindow_vidmem") => {}
             // The library is told the size, or reads through a pointer to its own struct.
             Some(other) if what.starts_with("Size of") && !what.ends_with("ncclDevComm") && place < other => {
             }

@@ -71,6 +71,14 @@ impl Device {
         self.0.context
     }
 
+    /// Bytes of memory, if the driver tells.
+    pub(crate) fn total_memory(&self) -> Option<usize> {
+        let mut bytes = 0;
+        // SAFETY: the output is valid for one write.
+        let told = unsafe { self.driver().cuDeviceTotalMem(&mut bytes, self.0.handle) };
+        told.ok().map(|()| bytes)
+    }
+
     /// Makes this device current on the calling thread, for calls that are not this crate's.
     ///
     /// # Errors

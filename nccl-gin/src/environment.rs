@@ -9,6 +9,11 @@ const NCCLS: &str = "NCCL_NVLS_ENABLE";
 /// Makes every communicator of the process a blocking one, whatever its configuration says.
 const BLOCKING: &str = "NCCL_COMM_BLOCKING";
 
+/// Whether windows may hold host memory.
+const ELASTIC: &str = "NCCL_ELASTIC_BUFFER_REGISTER";
+/// Bytes of addresses that each rank's windows get.
+const STRIDE: &str = "NCCL_WIN_STRIDE";
+
 type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 fn process(name: &str) -> Option<String> {
@@ -53,6 +58,39 @@ fn check_with(get: Lookup<'_>) -> Result<()> {
     Ok(())
 }
 
+/// What the environment lets windows be. NCCL reads it once in a process, for all communicators, so that this crate changes none of it: it says
+/// what to set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct WindowSettings {
+    /// Whether they may hold host memory.
+    pub(crate) host_memory: bool,
+    /// Bytes of addresses that each rank's windows get, if that is set.
+    pub(crate) stride: Option<usize>,
+}
+
+/// What the environment lets windows be.
+pub(crate) fn windows() -> WindowSettings {
+    windows_with(&process)
+}
+
+fn windows_with(get: Lookup<'_>) -> WindowSettings {
+    let stride = get(STRIDE).and_then(|value| number(&value)).and_then(|value| usize::try_from(value).ok());
+    WindowSettings {
+        host_memory: get(ELASTIC).and_then(|value| number(&value)) != Some(0),
+        // Smaller values stand for the default.
+        stride: stride.filter(|&bytes| bytes > 1),
+    }
+}
+
+/// A whole number, as NCCL reads them: decimal, or hexadecimal behind `0x`.
+fn number(text: &str) -> Option<i64> {
+    let text = text.trim();
+    match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        Some(digits) => i64::from_str_radix(digits, 16).ok(),
+        None => text.parse().ok(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -67,6 +105,19 @@ mod tests {
         assert_eq!(switched_off(&with(&[(NCCLS, "1"), (OURS, "0")])), None);
         assert_eq!(switched_off(&with(&[(NCCLS, "0")])), Some("NCCL_NVLS_ENABLE=0"));
         assert_eq!(switched_off(&with(&[(OURS, "1")])), Some("CUDA_VMM_DISABLE_MULTICAST=1"));
+    }
+
+    #[test]
+    fn windows_are_what_nccl_reads() {
+        let settings = |pairs| windows_with(&with(pairs));
+        let default = WindowSettings { host_memory: true, stride: None };
+        assert_eq!(settings(&[]), default);
+        assert_eq!(settings(&[(ELASTIC, "1"), (STRIDE, "-1")]), default);
+        assert_eq!(settings(&[(ELASTIC, "yes"), (STRIDE, "much")]), default);
+        assert_eq!(settings(&[(STRIDE, "1")]), default);
+        assert!(!settings(&[(ELASTIC, "0")]).host_memory);
+        assert_eq!(settings(&[(STRIDE, "0x300000000")]).stride, Some(12 << 30));
+        assert_eq!(settings(&[(STRIDE, " 4294967296 ")]).stride, Some(4 << 30));
     }
 
     #[test]

@@ -2,12 +2,26 @@
 //! others waiting.
 
 use crate::device::Device;
+use crate::environment::{self, WindowSettings};
 use crate::error::{Error, Result};
 use cuda_vmm_sys::{CUdeviceptr, CUmemAllocationProp_v1, CUmemLocationType};
 use nccl_gin_sys::{Generation, NCCL_WIN_REQUIRED_ALIGNMENT};
 
+/// Addresses come in units of 4 GiB.
+const UNIT: usize = 1 << 32;
+
 /// Checks that NCCL can export `length` bytes at `address` to other processes. The device is current.
 pub(crate) fn check(device: &Device, generation: Generation, address: usize, length: usize) -> Result<()> {
+    check_with(device, generation, address, length, environment::windows())
+}
+
+fn check_with(
+    device: &Device,
+    generation: Generation,
+    address: usize,
+    length: usize,
+    settings: WindowSettings,
+) -> Result<()> {
     let refuse = |reason: String| Error::Memory { address, length, reason };
     if length == 0 {
         return Err(refuse("it has no bytes".into()));
@@ -31,9 +45,37 @@ pub(crate) fn check(device: &Device, generation: Generation, address: usize, len
         if segment.on_host && generation < Generation::V2_30 {
             return Err(refuse("part of it is host memory, for which NCCL 2.30 or newer is needed".into()));
         }
+        if segment.on_host && !settings.host_memory {
+            return Err(refuse(
+                "part of it is host memory, which NCCL_ELASTIC_BUFFER_REGISTER=0 keeps out of windows: set it to 1, or unset it, before \
+                 the process's first call of NCCL"
+                    .into(),
+            ));
+        }
         next = segment.end;
     }
-    Ok(())
+    check_stride(device, length, settings).map_err(refuse)
+}
+
+/// Whether a rank's windows have addresses enough: as many bytes as NCCL_WIN_STRIDE says, or else as the largest device of the communicator has
+/// memory, which a range with host memory may exceed. Of the devices this one is known.
+fn check_stride(device: &Device, length: usize, settings: WindowSettings) -> std::result::Result<(), String> {
+    let (space, from) = match settings.stride {
+        Some(stride) => (stride, "NCCL_WIN_STRIDE says"),
+        None => match device.total_memory() {
+            Some(total) => (total, "the device has memory"),
+            None => return Ok(()),
+        },
+    };
+    if length <= space.next_multiple_of(UNIT) {
+        return Ok(());
+    }
+    // NCCL's own windows need some too.
+    let enough = (length + UNIT).next_multiple_of(UNIT);
+    Err(format!(
+        "it is longer than the addresses that NCCL sets aside for a rank's windows, as many as {from} ({space} bytes): set \
+         NCCL_WIN_STRIDE={enough} in the environment of every rank, before its first call of NCCL"
+    ))
 }
 
 /// One physical allocation.

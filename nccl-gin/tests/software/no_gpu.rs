@@ -2,12 +2,12 @@
 //!
 //! They come from PyPI's wheels, which `cargo xtask test` fetches into `target/wheels`.
 
+use crate::child;
 use crate::fake::Fake;
 use nccl_gin::sys::{Function, Nccl, ncclResult_t};
 use nccl_gin::{Communicator, Config, Error, MemAlloc, UniqueId};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const RELEASES: [&str; 6] = ["2.28.3", "2.28.9", "2.29.7", "2.30.7", "2.31.2", "2.32.3"];
 const LIBRARY: &str = "NCCL_GIN_TEST_LIBRARY";
@@ -44,29 +44,7 @@ fn real_libraries_tell_what_is_missing() {
     }
     for release in RELEASES {
         let Some(file) = library(release) else { continue };
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "no_gpu::alone", "--ignored", "--nocapture"])
-            .env(LIBRARY, &file)
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let end = Instant::now() + Duration::from_secs(120);
-        while child.try_wait().unwrap().is_none() {
-            if Instant::now() > end {
-                child.kill().ok();
-                panic!("NCCL {release} does not come back");
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        let output = child.wait_with_output().unwrap();
-        let text =
-            format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        assert!(
-            output.status.success() && text.contains("1 passed"),
-            "NCCL {release}: {}\n{text}",
-            output.status
-        );
+        child::passes("no_gpu::alone", &[(LIBRARY, file.as_os_str())]);
     }
 }
 

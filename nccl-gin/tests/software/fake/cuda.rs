@@ -15,6 +15,7 @@ pub(super) fn resolve(name: &CStr) -> *const c_void {
         b"cuDriverGetVersion" => version as *const c_void,
         b"cuInit" => init as *const c_void,
         b"cuDeviceGet" => device as *const c_void,
+        b"cuDeviceTotalMem_v2" => total_memory as *const c_void,
         b"cuDevicePrimaryCtxRetain" => retain as *const c_void,
         b"cuDevicePrimaryCtxRelease_v2" => release as *const c_void,
         b"cuCtxSetCurrent" => set_current as *const c_void,
@@ -49,6 +50,15 @@ unsafe extern "C" fn device(out: *mut CUdevice, ordinal: c_int) -> CUresult {
     }
     // SAFETY: the caller passes a valid pointer.
     unsafe { *out = ordinal };
+    CUresult::CUDA_SUCCESS
+}
+
+/// Bytes of the device's memory.
+pub const MEMORY: usize = 6 << 30;
+
+unsafe extern "C" fn total_memory(out: *mut usize, _: CUdevice) -> CUresult {
+    // SAFETY: the caller passes a valid pointer.
+    unsafe { *out = MEMORY };
     CUresult::CUDA_SUCCESS
 }
 

@@ -1,7 +1,7 @@
 //! An NCCL and the part of a CUDA driver that the crate needs, in software: they can fail any call, and keep a ledger that must be empty
 //! at the end.
 
-mod cuda;
+pub mod cuda;
 mod device_api;
 mod nccl;
 

@@ -15,6 +15,7 @@ pub mod bootstrap;
 mod buffer;
 mod collectives;
 mod config;
+pub mod device;
 pub mod domain;
 pub mod error;
 mod handle;

@@ -126,6 +126,13 @@ impl Extent {
         Err(Error::DType { tensor, got: self.dtype, expected })
     }
 
+    /// Offsets of the first byte and of the end of the last byte of all elements; `None` without elements.
+    pub(crate) fn byte_span(&self) -> Option<(isize, isize)> {
+        let size = self.dtype.size() as isize;
+        let (low, high) = self.span()?;
+        Some((low.checked_mul(size)?, high.checked_add(1)?.checked_mul(size)?))
+    }
+
     /// Lowest and highest element offset, both included; `None` without elements or on overflow.
     pub(super) fn span(&self) -> Option<(isize, isize)> {
         let mut span = (0isize, 0isize);

@@ -39,7 +39,9 @@ use collective::{CollectiveEngine, CollectiveLaunch};
 use combine::{CombineLaunch, CombinePlan};
 use dispatch::{DispatchLaunch, DispatchPlan};
 pub(crate) use gpu::{Gpu, require_hopper};
+pub(crate) use queue::Stream;
 use status::StatusBlock;
+pub(crate) use wait::{Uncaptured, until};
 
 pub(crate) use self::grid::CombineRoles;
 use self::grid::Limits;
@@ -252,6 +254,6 @@ fn domain(w: &WorkspaceLayout, rank: usize, heap: &[u64], status: u64, timeout: 
 }
 
 /// A driver call that failed, as an error of this crate.
-fn call_failed(attempt: String, source: CallError) -> Error {
+pub(crate) fn call_failed(attempt: String, source: CallError) -> Error {
     cuda_vmm::Error::Call { attempt, source }.into()
 }

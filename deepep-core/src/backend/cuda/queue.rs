@@ -172,3 +172,123 @@ impl Queue {
 pub(crate) fn public(event: Arc<CudaEvent>) -> Event {
     Event::enqueued(event)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::pinned::Readback;
+    use super::super::status::StatusBlock;
+    use super::*;
+    use crate::device::{DeviceMemory, Mark};
+    use crate::layout::StatusLayout;
+    use crate::stream::EventRef;
+    use cuda_vmm::{Cuda, Device};
+    use cuda_vmm_emu::{Config, Emulator};
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    /// Streams and events need no kernels: they are tested on the driver in software.
+    fn on_emulator(body: impl FnOnce(&Device, &Queue)) {
+        let emulator = Emulator::new(Config::h200x2()).unwrap();
+        let device = Cuda::with_driver(emulator.driver()).unwrap().device(0).unwrap();
+        {
+            let context = device.primary_context().unwrap();
+            let status = StatusBlock::new(&context, StatusLayout::new(4)).unwrap();
+            let reports = Arc::new(Reports::new(status, 0, PATIENCE));
+            body(&device, &Queue::new(&context, reports).unwrap());
+        }
+        drop(device);
+        emulator.assert_empty();
+    }
+
+    /// Work that takes as long as the word is not there.
+    fn blocked_by(queue: &Queue, memory: &DeviceMemory, stream: CUstream) {
+        let _bound = queue.context().bind().unwrap();
+        // SAFETY: the word lies in memory that outlives the work.
+        unsafe { queue.driver().cuStreamWaitValue32(stream, memory.address(), 1, 0) }.unwrap();
+    }
+
+    #[test]
+    fn operations_follow_each_other_on_any_streams() {
+        on_emulator(|device, queue| {
+            let memory = DeviceMemory::new(device, 4).unwrap();
+            memory.write(0, &[0; 4]).unwrap();
+            let other = Stream::new(queue.context()).unwrap();
+            assert!(queue.is_idle());
+            let first = queue.begin(&Order::default()).unwrap();
+            blocked_by(queue, &memory, first.stream);
+            let first = queue.end(first).unwrap();
+            // The second is on another stream, and yet after the first.
+            // SAFETY: the stream outlives its use here.
+            let stream = Some(unsafe { StreamRef::from_raw(other.raw().cast()) });
+            let second = queue.begin(&Order { stream, after: None }).unwrap();
+            assert_eq!((second.stream, second.captured), (other.raw(), false));
+            let second = queue.end(second).unwrap();
+            assert!(!first.is_complete().unwrap() && !second.is_complete().unwrap() && !queue.is_idle());
+            let error = queue.synchronize(Duration::from_millis(20)).unwrap_err();
+            assert!(matches!(error, Error::StillRunning { rank: 0, .. }), "{error}");
+            memory.write(0, &1_u32.to_ne_bytes()).unwrap();
+            queue.synchronize(PATIENCE).unwrap();
+            assert!(first.is_complete().unwrap() && queue.is_idle());
+        });
+    }
+
+    #[test]
+    fn operations_wait_for_the_callers_event() {
+        on_emulator(|device, queue| {
+            let memory = DeviceMemory::new(device, 4).unwrap();
+            memory.write(0, &[0; 4]).unwrap();
+            let (producer, events) =
+                (Stream::new(queue.context()).unwrap(), EventPool::new(queue.context().clone()));
+            blocked_by(queue, &memory, producer.raw());
+            let ready = {
+                let _bound = queue.context().bind().unwrap();
+                events.record(producer.raw(), false, queue.reports()).unwrap()
+            };
+            // SAFETY: the event was recorded and outlives its use.
+            let after = Some(unsafe { EventRef::from_raw(ready.as_raw()) });
+            let turn = queue.begin(&Order { stream: None, after }).unwrap();
+            let end = public(queue.end(turn).unwrap());
+            assert!(!end.is_complete().unwrap());
+            assert!(end.as_raw().is_some());
+            memory.write(0, &1_u32.to_ne_bytes()).unwrap();
+            end.wait(PATIENCE).unwrap();
+            assert!(end.is_complete().unwrap());
+        });
+    }
+
+    #[test]
+    fn events_are_used_again() {
+        on_emulator(|device, queue| {
+            let mut seen = std::collections::HashSet::new();
+            for _ in 0..100 {
+                let turn = queue.begin(&Order::default()).unwrap();
+                seen.insert(queue.end(turn).unwrap().as_raw() as usize);
+            }
+            // One is the newest operation's, one is being dropped.
+            assert!(seen.len() <= 2, "{} events", seen.len());
+            let mark = Mark::record(device, queue.own()).unwrap();
+            assert!(mark.since(&mark, PATIENCE).is_ok());
+        });
+    }
+
+    #[test]
+    fn small_tables_are_read_beside_what_runs() {
+        on_emulator(|device, queue| {
+            let memory = DeviceMemory::new(device, 4).unwrap();
+            memory.write(0, &[0; 4]).unwrap();
+            let numbers: Vec<u8> = (5..9_i32).flat_map(i32::to_ne_bytes).collect();
+            memory.write(64, &numbers).unwrap();
+            let readback = Readback::new(queue.context(), queue.reports()).unwrap();
+            let turn = queue.begin(&Order::default()).unwrap();
+            blocked_by(queue, &memory, turn.stream);
+            queue.end(turn).unwrap();
+            // SAFETY: the numbers are written above and not again.
+            unsafe {
+                assert_eq!(readback.numbers(memory.address() + 64, 4).unwrap(), [5, 6, 7, 8]);
+                assert!(readback.numbers(memory.address(), Readback::BYTES).is_err());
+            }
+            memory.write(0, &1_u32.to_ne_bytes()).unwrap();
+            queue.synchronize(PATIENCE).unwrap();
+        });
+    }
+}

@@ -206,6 +206,15 @@ impl ElasticBuffer {
         self.settle(outcome)
     }
 
+    /// Blocks until everything that was enqueued so far has run, apart from what was captured in graphs. Afterwards nothing uses the tensors that
+    /// operations were given; also on a buffer that is broken, and if this returns an error other than those named here.
+    ///
+    /// # Errors
+    /// [`StillRunning`](Error::StillRunning) if the time is up, [`Vmm`](Error::Vmm) if the device failed; that of an operation that failed.
+    pub fn synchronize(&self, timeout: Duration) -> Result<()> {
+        self.shared.backend.synchronize(timeout)
+    }
+
     /// Waits until every rank has come here and its work has run, then gives the memory back (results and handles that still exist
     /// keep it). Collective. Dropping a buffer instead gives back this rank's part without waiting for anybody.
     ///

@@ -1,9 +1,9 @@
 //! Comparison of a rank's results with the oracle.
 
-use deepep_core::tensor::DType;
-use deepep_core::{Dispatched, Reduction};
+use deepep_core::Reduction;
 use half::bf16;
 
+use super::got::Got;
 use super::{JobError, Mismatch, Rank};
 use crate::inputs::{expert_row, expert_sum};
 use crate::oracle::{self, owner};
@@ -24,13 +24,13 @@ macro_rules! ensure {
 
 impl Rank<'_> {
     /// The rank, lanes and rows of what was received, as the oracle has it.
-    pub(super) fn check_dispatch(&self, got: &Dispatched, round: u64) -> Result<(), JobError> {
+    pub(super) fn check_dispatch(&self, got: &Got, round: u64) -> Result<(), JobError> {
         let (job, want) = (self.job, &self.received);
         let me = self.rank;
-        let rows = if job.expanded.is_some() { want.rows.len() } else { want.tokens.len() };
-        let cells = got.handle().count_cells().as_slice::<i32>()?;
+        let rows = self.rows();
         let expected = [want.tokens.len() as i32, rows as i32, 0, 0];
-        ensure!(cells == expected, "rank {me}, counts: {cells:?}, expected {expected:?}");
+        let found = &got.cells;
+        ensure!(*found == expected, "rank {me}, counts: {found:?}, expected {expected:?}");
         let mut sum = 0;
         let prefix: Vec<i32> = want
             .tokens_from
@@ -40,21 +40,29 @@ impl Rank<'_> {
                 sum
             })
             .collect();
-        let found = got.handle().rank_prefix().as_slice::<i32>()?;
-        ensure!(found == prefix, "rank {me}, tokens by source rank: {found:?}, expected {prefix:?}");
+        let found = &got.rank_prefix;
+        ensure!(*found == prefix, "rank {me}, tokens by source rank: {found:?}, expected {prefix:?}");
         let starts: Vec<i32> = want.expert_starts.iter().map(|&n| n as i32).collect();
-        let found = got.handle().expert_starts().as_slice::<i32>()?;
-        ensure!(found == starts, "rank {me}, first rows of experts: {found:?}, expected {starts:?}");
+        let found = &got.expert_starts;
+        ensure!(*found == starts, "rank {me}, first rows of experts: {found:?}, expected {starts:?}");
         let counts: Vec<i32> = want.expert_counts.iter().map(|&n| n as i32).collect();
-        let found = got.handle().expert_counts().as_slice::<i32>()?;
-        ensure!(found == counts, "rank {me}, rows of experts: {found:?}, expected {counts:?}");
-        if let Some(counts) = got.counts() {
+        let found = &got.expert_counts;
+        ensure!(*found == counts, "rank {me}, rows of experts: {found:?}, expected {counts:?}");
+        if let Some(counts) = &got.counts {
             ensure!(counts.tokens == want.tokens.len(), "rank {me}: {} tokens counted", counts.tokens);
             ensure!(counts.rows == rows, "rank {me}: {} rows counted", counts.rows);
             ensure!(counts.expert_counts == want.expert_counts, "rank {me}: experts counted wrong");
         }
+        for (at, &source) in want.tokens.iter().enumerate() {
+            let lanes = self.lanes_of(source).0.iter().enumerate();
+            let here = lanes.filter(|&(_, &expert)| owner(job.group, expert) == Some(me));
+            let mask = here.fold(0, |mask, (lane, _)| mask | 1 << lane);
+            let expected = [(source.rank * job.max_tokens + source.token) as i32, mask];
+            let found = &got.sources[2 * at..][..2];
+            ensure!(*found == expected, "rank {me}, source [{at}]: {found:?}, expected {expected:?}");
+        }
         let size = job.values.row_bytes();
-        let x = got.x().first_rows(rows).as_bytes()?;
+        let x = &got.x;
         let mut row = vec![0; size];
         for at in 0..rows {
             let found = &x[at * size..][..size];
@@ -90,17 +98,11 @@ impl Rank<'_> {
         Some((source, format!("token {} of rank {}", source.token, source.rank)))
     }
 
-    fn check_scales(&self, got: &Dispatched, rows: usize, round: u64) -> Result<(), JobError> {
+    fn check_scales(&self, got: &Got, rows: usize, round: u64) -> Result<(), JobError> {
         let packs = self.job.scale_packs();
-        let Some(scales) = got.scales() else {
+        let Some(found) = &got.scales else {
             ensure!(packs == 0, "rank {}: no scales came", self.rank);
             return Ok(());
-        };
-        let scales = scales.first_rows(rows);
-        let found: Vec<u32> = if self.job.packed_scales {
-            scales.to_vec::<i32>()?.into_iter().map(|w| w as u32).collect()
-        } else {
-            scales.to_vec::<f32>()?.into_iter().map(f32::to_bits).collect()
         };
         for row in 0..rows {
             let words = match self.row_source(row) {
@@ -117,20 +119,13 @@ impl Rank<'_> {
         Ok(())
     }
 
-    fn check_lanes(&self, got: &Dispatched) -> Result<(), JobError> {
+    fn check_lanes(&self, got: &Got) -> Result<(), JobError> {
         let (job, want, me, k) = (self.job, &self.received, self.rank, self.job.group.topk);
-        let weights = got.topk_weights();
+        let weights = got.topk_weights.as_deref();
         ensure!(weights.is_some() == job.weights, "rank {me}: weights came or did not");
         if job.expanded.is_none() {
-            let ids: Vec<i64> = match got.topk_idx() {
-                Some(ids) if ids.dtype() == DType::I32 => {
-                    ids.as_slice::<i32>()?.iter().map(|&e| e.into()).collect()
-                }
-                Some(ids) => ids.as_slice::<i64>()?.to_vec(),
-                None => Vec::new(),
-            };
+            let ids = got.topk_idx.as_deref().unwrap_or_default();
             let first = (me * job.group.experts / job.group.ranks) as i64;
-            let found = weights.map(|w| w.as_slice::<f32>()).transpose()?;
             for (at, &source) in want.tokens.iter().enumerate() {
                 let (experts, given) = self.lanes_of(source);
                 for lane in 0..k {
@@ -138,15 +133,14 @@ impl Rank<'_> {
                     let want = if here { experts[lane] - first } else { -1 };
                     let id = ids.get(at * k + lane).copied();
                     ensure!(id == Some(want), "rank {me}, topk_idx[{at}][{lane}]: {id:?}, expected {want}");
-                    if let Some(found) = found {
+                    if let Some(found) = weights {
                         let (found, want) = (found[at * k + lane], given[lane]);
                         let same = found.to_bits() == want.to_bits();
                         ensure!(same, "rank {me}, topk_weights[{at}][{lane}]: {found}, expected {want}");
                     }
                 }
             }
-        } else if let Some(weights) = weights {
-            let found = weights.as_slice::<f32>()?;
+        } else if let Some(found) = weights {
             for (row, what) in want.rows.iter().enumerate() {
                 let want = match what {
                     Some((index, lane)) => self.lanes_of(want.tokens[*index]).1[*lane],

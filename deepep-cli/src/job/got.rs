@@ -5,7 +5,7 @@ use deepep_core::layout::Placement;
 use deepep_core::tensor::{DType, TensorRef};
 use deepep_core::{Counts, Dispatched, ElasticBuffer, Result};
 
-use super::tensors::numbers;
+use crate::tensors::numbers;
 
 /// What a rank received: as many rows and tokens as the oracle says there must be.
 pub(super) struct Got {

@@ -3,7 +3,6 @@
 mod check;
 mod clock;
 mod got;
-mod tensors;
 
 use std::fmt;
 use std::sync::Arc;
@@ -18,11 +17,11 @@ use half::bf16;
 
 use self::clock::Clock;
 use self::got::Got;
-use self::tensors::{Memory, bytes, numbers};
 use crate::gpu::GpuError;
 use crate::inputs::{Values, expert_row, expert_sum};
 use crate::oracle::{self, Received, owner};
 use crate::routing::{Group, Pattern, Routing, generate};
+use crate::tensors::{Memory, bytes, numbers};
 use crate::trace::Trace;
 
 /// Where routing and rows come from.
@@ -320,13 +319,15 @@ impl<'a> Rank<'a> {
         let scale = if job.packed_scales { DType::I32 } else { DType::F32 };
         // Column after column, so that strides are put to use.
         let words = bytes(&self.own_scales(round));
-        let scales = memory.strided(buffer, &words, scale, [n, packs], [1, n as isize])?;
+        let scales = memory.matrix(buffer, &words, scale, [packs, n])?;
         let weights = memory.matrix(buffer, &bytes(&self.routing.weights), DType::F32, [n, topk])?;
         let clock = Clock::start(buffer)?;
         // SAFETY: the tensors are not written, and the memory is reset, only after `stop` has waited for the dispatch, or after `run` has
         // waited for what a failed call left.
-        let (x, index, scales, weights) =
-            unsafe { (x.view()?, index.view()?, scales.view()?, weights.view()?) };
+        let (x, index, scales, weights) = unsafe {
+            let scales = scales.viewed_as(scale, [n, packs], [1, n as isize])?;
+            (x.view()?, index.view()?, scales, weights.view()?)
+        };
         let mut args = match cached {
             Some(handle) => DispatchArgs::cached(x, handle),
             None => DispatchArgs::new(x, index),

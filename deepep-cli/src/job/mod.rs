@@ -5,6 +5,7 @@ mod clock;
 mod got;
 
 use std::fmt;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -224,14 +225,21 @@ pub struct Rank<'a> {
     routings: &'a [Routing],
     routing: &'a Routing,
     received: Received,
-    memory: Memory,
+    memory: Rc<Memory>,
 }
 
 impl<'a> Rank<'a> {
     /// Prepares a rank's part, given all ranks' routing.
     pub fn new(job: &'a Job, routings: &'a [Routing], rank: usize) -> Self {
         let received = oracle::received(job.group, routings, rank, job.expanded.unwrap_or(1));
-        Self { job, rank, routings, routing: &routings[rank], received, memory: Memory::default() }
+        Self { job, rank, routings, routing: &routings[rank], received, memory: Rc::default() }
+    }
+
+    /// Uses this memory for tensors, after other parts of jobs of the same rank have.
+    #[must_use]
+    pub fn with_memory(mut self, memory: Rc<Memory>) -> Self {
+        self.memory = memory;
+        self
     }
 
     /// Runs the job once and compares everything.

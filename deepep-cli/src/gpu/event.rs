@@ -37,6 +37,11 @@ impl Event {
         Ok(Self { context: context.clone(), raw })
     }
 
+    /// The raw handle, alive as long as this.
+    pub fn as_raw(&self) -> CUevent {
+        self.raw
+    }
+
     /// Happens when everything enqueued on the stream so far has run.
     ///
     /// # Errors

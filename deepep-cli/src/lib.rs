@@ -1,5 +1,5 @@
 //! What the program `deepep` is made of, apart from its command line: routing, recorded or generated; input values that every rank can
-//! compute for every other; and an oracle that says what each rank must receive.
+//! compute for every other; tensors where a backend uses them; and an oracle that says what each rank must receive.
 //!
 //! The workspace's tests use the same pieces. For an engine, the library to use is `deepep-core`.
 
@@ -10,4 +10,5 @@ pub mod job;
 pub mod oracle;
 pub mod place;
 pub mod routing;
+pub mod tensors;
 pub mod trace;

@@ -100,7 +100,7 @@ fn download(context: &Context, address: u64, into: &mut [u8]) -> Result<()> {
     let waited = unsafe { driver.cuStreamSynchronize(null) };
     copied.and(waited).map_err(|source| {
         let attempt = format!("reading {} bytes at {address:#x}", into.len());
-        cuda_vmm::Error::Call { attempt, source }.into()
+        cuda_vmm::Error::Call { attempt, cause: source }.into()
     })
 }
 

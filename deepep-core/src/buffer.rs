@@ -166,6 +166,10 @@ impl ElasticBuffer {
     /// Errors about the arguments come before anything is sent: the call can be repeated with better ones while the other ranks wait.
     /// [`CapacityExceeded`](Error::CapacityExceeded) comes on every rank, and no row was moved. [`PeerTimeout`](Error::PeerTimeout) and
     /// [`RanksDisagree`](Error::RanksDisagree) break the buffer.
+    ///
+    /// Expert ids on a GPU are looked at by the kernel: [`ExpertOutOfRange`](Error::ExpertOutOfRange) and
+    /// [`DuplicateExpert`](Error::DuplicateExpert) come on the rank that gave them when the call has run on all ranks, that lane counting as
+    /// none. The buffer is as good as before, and the other ranks have their results: a rank that can't go on has to tell them.
     pub fn dispatch(&mut self, args: DispatchArgs<'_>) -> Result<Dispatched> {
         self.check()?;
         let outcome = args.run(&self.shared);
@@ -204,6 +208,15 @@ impl ElasticBuffer {
         self.shared.backend.admit(&order, false)?;
         let outcome = self.shared.backend.barrier(order).map(Ok);
         self.settle(outcome)
+    }
+
+    /// Blocks until everything that was enqueued so far has run, apart from what was captured in graphs. Afterwards nothing uses the tensors that
+    /// operations were given; also on a buffer that is broken, and if this returns an error other than those named here.
+    ///
+    /// # Errors
+    /// [`StillRunning`](Error::StillRunning) if the time is up, [`Vmm`](Error::Vmm) if the device failed; that of an operation that failed.
+    pub fn synchronize(&self, timeout: Duration) -> Result<()> {
+        self.shared.backend.synchronize(timeout)
     }
 
     /// Waits until every rank has come here and its work has run, then gives the memory back (results and handles that still exist

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use crate::backend::platform::Platform;
 use crate::bootstrap::agree::Settings;
 use crate::error::{Error, Result};
 use crate::layout::{CombineShape, DispatchShape, HeapConfig, IndexWidth, Placement, Plan, ScaleOrder};
@@ -31,6 +32,14 @@ pub enum BackendKind {
 }
 
 impl BackendKind {
+    /// What a buffer of this process runs on if it is built with this kind, and with no driver of the caller's: never [`Auto`](Self::Auto).
+    ///
+    /// # Errors
+    /// [`Vmm`](Error::Vmm) or [`Invalid`](Error::Invalid) for [`Cuda`](Self::Cuda) where there is no driver or no device that kernels run on.
+    pub fn resolve(self) -> Result<Self> {
+        Platform::choose(self, None).map(|platform| platform.kind)
+    }
+
     /// Lower-case name.
     pub const fn name(self) -> &'static str {
         match self {

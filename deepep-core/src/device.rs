@@ -1,7 +1,7 @@
-//! Memory and times of a GPU, for callers that have no library of their own for them.
+//! Memory of a GPU, for callers that have no library of their own for it.
 //!
-//! [`DeviceMemory`] is a range of a device's memory whose parts can be given to operations as tensors, [`read`] brings any view's elements to the
-//! host, and a [`Mark`] is a point in a stream that remembers when it was passed.
+//! [`DeviceMemory`] is a range of a device's memory whose parts can be given to operations as tensors, and [`read`] brings any view's elements to
+//! the host.
 //!
 //! ```no_run
 //! use deepep_core::ElasticBuffer;
@@ -17,15 +17,13 @@
 //! ```
 
 use std::fmt;
-use std::ptr;
 use std::time::Duration;
 
-use cuda_vmm::sys::{CUevent, CUevent_flags, CUresult, CallError};
+use cuda_vmm::sys::{CUresult, CallError};
 use cuda_vmm::{Context, Device, Grant, Granularity, Properties, SegmentedRange};
 
 use crate::backend::cuda::{Stream, Uncaptured, call_failed, until};
 use crate::error::{Error, Result};
-use crate::stream::StreamRef;
 use crate::tensor::{DType, Extent, Space, TensorMut, TensorRef};
 
 /// Sizes are multiples of this, which every device's granularity divides.
@@ -238,85 +236,6 @@ fn download(device: &Device, address: u64, length: usize) -> Result<Vec<u8>> {
     Err(Error::invalid("a copy from the device", format!("{length} bytes"), need))
 }
 
-/// A point in a stream of a GPU that remembers when it was passed.
-#[doc(alias = "cuEventRecord")]
-pub struct Mark {
-    context: Context,
-    raw: CUevent,
-}
-
-// SAFETY: events may be used from any thread; the handle is an address that is never dereferenced here.
-unsafe impl Send for Mark {}
-// SAFETY: as above; calls on it are thread-safe in the driver.
-unsafe impl Sync for Mark {}
-
-impl Mark {
-    /// Marks the end of what was enqueued on a stream so far.
-    ///
-    /// # Errors
-    /// [`Vmm`](Error::Vmm) if the driver refuses.
-    pub fn record(device: &Device, stream: StreamRef<'_>) -> Result<Self> {
-        let context = device.primary_context()?;
-        let bound = context.bind()?;
-        let driver = device.cuda().driver();
-        let mut raw = ptr::null_mut();
-        // SAFETY: `raw` is valid for one write, and a context is current. Destroyed in Drop.
-        unsafe { driver.cuEventCreate(&mut raw, CUevent_flags::CU_EVENT_DEFAULT.0) }
-            .map_err(|source| call_failed("creating an event".into(), source))?;
-        drop(bound);
-        let mark = Self { context, raw };
-        let _bound = mark.context.bind()?;
-        // SAFETY: the event was made here; the stream is alive and of the device's context (StreamRef's promise).
-        unsafe { driver.cuEventRecord(raw, stream.as_raw().cast()) }
-            .map_err(|source| call_failed("recording an event".into(), source))?;
-        drop(_bound);
-        Ok(mark)
-    }
-
-    /// Time from an earlier mark to this one; blocks until both were passed, at most for `timeout`.
-    ///
-    /// # Errors
-    /// [`Vmm`](Error::Vmm) if the driver refuses or the device failed, [`Invalid`](Error::Invalid) if the time is up.
-    #[doc(alias = "cuEventElapsedTime")]
-    pub fn since(&self, earlier: &Self, timeout: Duration) -> Result<Duration> {
-        let _bound = self.context.bind()?;
-        let driver = self.context.device().cuda().driver();
-        for mark in [earlier, self] {
-            let passed = until(timeout, || {
-                let _uncaptured = Uncaptured::new(driver);
-                // SAFETY: the event is alive and was recorded.
-                match unsafe { driver.cuEventQuery(mark.raw) } {
-                    Ok(()) => Ok(Some(())),
-                    Err(error) if error.status() == Some(CUresult::CUDA_ERROR_NOT_READY) => Ok(None),
-                    Err(source) => Err(call_failed("waiting for an event".into(), source)),
-                }
-            })?;
-            if passed.is_none() {
-                return Err(Error::invalid("a mark", "not passed", format!("must be within {timeout:?}")));
-            }
-        }
-        let mut milliseconds = 0.0_f32;
-        // SAFETY: `milliseconds` is valid for one write; both events were recorded with timing and have been passed.
-        unsafe { driver.cuEventElapsedTime(&mut milliseconds, earlier.raw, self.raw) }
-            .map_err(|source| call_failed("comparing two events".into(), source))?;
-        Ok(Duration::from_secs_f64((f64::from(milliseconds) / 1e3).max(0.0)))
-    }
-}
-
-impl Drop for Mark {
-    fn drop(&mut self) {
-        let Ok(_bound) = self.context.bind() else { return };
-        // SAFETY: created once, destroyed once.
-        let _ = unsafe { self.context.device().cuda().driver().cuEventDestroy(self.raw) };
-    }
-}
-
-impl fmt::Debug for Mark {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Mark({:p})", self.raw)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -372,21 +291,6 @@ mod tests {
             let got = read(device, columns).unwrap();
             assert_eq!(got[4..8], 4_i32.to_ne_bytes());
             assert_eq!(read(device, TensorRef::matrix(&data, 3, 4).unwrap().first_rows(0)).unwrap(), []);
-        });
-    }
-
-    #[test]
-    fn marks_measure_a_stream() {
-        on_emulator(|device| {
-            let context = device.primary_context().unwrap();
-            let stream = Stream::new(&context).unwrap();
-            // SAFETY: the stream outlives its use below.
-            let stream_ref = unsafe { StreamRef::from_raw(stream.raw().cast()) };
-            let start = Mark::record(device, stream_ref).unwrap();
-            std::thread::sleep(Duration::from_millis(20));
-            let end = Mark::record(device, stream_ref).unwrap();
-            let took = end.since(&start, Duration::from_secs(10)).unwrap();
-            assert!(took >= Duration::from_millis(15), "{took:?}");
         });
     }
 }

@@ -163,7 +163,8 @@ impl fmt::Debug for Handle {
 /// What a dispatch delivered: views of the symmetric heap, and the handle.
 ///
 /// The views stay as they are until this is dropped; then a later dispatch may reuse the memory. On the CUDA backend, work that reads them must be enqueued on the
-/// dispatches' stream, or ordered before the stream's next dispatch by an event, before this is dropped.
+/// dispatches' stream, or ordered before the stream's next dispatch by an event, before this is dropped; and it must have run before the buffer and the
+/// last of its results and handles are dropped, which give the memory back.
 pub struct Dispatched {
     pub(crate) lease: Lease,
     pub(crate) handle: Handle,

@@ -4,6 +4,18 @@
 //! brings their outputs back to where the tokens came from and sums them. All of it goes through one symmetric heap: a range
 //! of memory of the same layout on every rank, which every other rank can read and write.
 //!
+//! # Backends
+//!
+//! On GPUs (Hopper or later, linked by NVLink or shared) operations are kernels on the caller's streams; where there is none they run on CPUs over a
+//! driver in software, with the same protocol and the same bits. [`BackendKind::Auto`] takes GPUs if it finds some. Ranks are threads or
+//! processes of one host; several may share a GPU.
+//!
+//! On GPUs a call returns before it has run, and its tensors belong to it until then: its [`Event`] says when, and
+//! [`ElasticBuffer::synchronize`] when everything has. A dispatch waits only for its counts, and [without
+//! them](DispatchArgs::without_counts) for nothing: then calls can be captured in a CUDA graph and replayed, with other routes each time. What
+//! goes wrong on the device is reported by the first wait after it. Without a stream of the caller's, operations run on one
+//! of the buffer's own, which is not ordered with the device's default stream.
+//!
 //! # Feature `aot`
 //!
 //! By default the build needs no CUDA, and kernels are compiled when they are first needed, by NVRTC. With the feature `aot` nvcc compiles them when

@@ -9,4 +9,6 @@ pub mod nccl_headers;
 pub mod nvrtc;
 pub mod process;
 pub mod ranks;
+pub mod sides;
 pub mod team;
+pub mod tensors;

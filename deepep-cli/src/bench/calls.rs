@@ -123,9 +123,9 @@ impl<'a> Calls<'a> {
             dispatched.check()?;
             self.capacity = dispatched.rows();
             let y = self.with_part(true, |part| {
-                let delivered = part.delivered(&dispatched, &self.place)?;
+                let delivered = part.got(buffer, &dispatched)?;
                 part.check_dispatch(&delivered, round as u64)?;
-                Ok::<_, RankError>(part.experts(&delivered, part.rows(), round as u64).0)
+                Ok::<_, RankError>(part.experts(&delivered, round as u64))
             })?;
             let mut block = self.place.block(self.capacity * self.job.values.hidden * 2)?;
             block.write(bytemuck::cast_slice(&y))?;
@@ -214,6 +214,7 @@ impl<'a> Calls<'a> {
     /// Compares what the last call left, which was one of this set.
     fn compare(
         &self,
+        buffer: &ElasticBuffer,
         operation: Operation,
         left: Option<&Dispatched>,
         round: usize,
@@ -221,9 +222,7 @@ impl<'a> Calls<'a> {
         let round = (round % ROUNDS) as u64;
         if let Some(dispatched) = left {
             dispatched.check()?;
-            self.with_part(true, |part| {
-                part.check_dispatch(&part.delivered(dispatched, &self.place)?, round)
-            })?;
+            self.with_part(true, |part| part.check_dispatch(&part.got(buffer, dispatched)?, round))?;
         }
         if matches!(operation, Operation::Combine | Operation::Pair | Operation::Graph) {
             let bytes = self.out.read()?;
@@ -247,7 +246,7 @@ impl<'a> Calls<'a> {
             self.out.fill(0xff)?;
             let left = self.call(buffer, clock, operation, round)?;
             clock.wait("a call to be compared")?;
-            self.compare(operation, left.as_ref(), round)?;
+            self.compare(buffer, operation, left.as_ref(), round)?;
         }
         Ok(true)
     }
@@ -307,7 +306,7 @@ impl<'a> Calls<'a> {
                 samples.host.extend(sample.host);
             }
         }
-        self.compare(operation, left.as_ref(), last)?;
+        self.compare(buffer, operation, left.as_ref(), last)?;
         Ok(samples)
     }
 
@@ -342,7 +341,7 @@ impl<'a> Calls<'a> {
                 samples.single.push(sample.total / pairs as f64);
             }
         }
-        self.compare(Operation::Graph, left.as_ref(), pairs - 1)?;
+        self.compare(buffer, Operation::Graph, left.as_ref(), pairs - 1)?;
         Ok(samples)
     }
 

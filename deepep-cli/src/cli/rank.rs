@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use deepep_cli::job::{Job, JobError, Rank, Report};
-use deepep_core::{Bootstrap, ElasticBuffer};
+use deepep_core::{BackendKind, Bootstrap, ElasticBuffer};
 use serde::{Deserialize, Serialize};
 
 use super::{Failure, workers};
@@ -36,6 +36,8 @@ pub(super) struct Summary {
     pub(super) bytes_from_peers: usize,
     pub(super) heap_bytes: usize,
     pub(super) backend: String,
+    /// Name and ordinal of the GPU; the host's processors have none.
+    pub(super) device: Option<String>,
     /// Medians.
     pub(super) dispatch_seconds: f64,
     pub(super) combine_seconds: f64,
@@ -89,7 +91,7 @@ fn rounds_of(
         reports.push(part.run(&mut buffer)?);
         progress(round + 1);
     }
-    let summary = summarise(&reports, buffer.heap().bytes(), buffer.backend().name());
+    let summary = summarise(&reports, &buffer)?;
     buffer.close()?;
     Ok(summary)
 }
@@ -99,21 +101,30 @@ fn median(mut times: Vec<Duration>) -> f64 {
     times.get(times.len() / 2).map_or(0.0, Duration::as_secs_f64)
 }
 
-fn summarise(reports: &[Report], heap_bytes: usize, backend: &str) -> Summary {
+fn summarise(reports: &[Report], buffer: &ElasticBuffer) -> Result<Summary, JobError> {
+    let device = buffer.device();
+    let name = match buffer.backend() {
+        BackendKind::Cuda => {
+            let name = device.name().map_err(deepep_core::Error::from)?;
+            Some(format!("{name} ({})", device.ordinal()))
+        }
+        _ => None,
+    };
     let last = reports.last().cloned().unwrap_or_default();
     let dispatch = median(reports.iter().map(|r| r.dispatch).collect());
     let combine = median(reports.iter().map(|r| r.combine).collect());
     let rate = |bytes: usize, seconds: f64| if seconds > 0.0 { bytes as f64 / seconds / 1e9 } else { 0.0 };
-    Summary {
+    Ok(Summary {
         tokens: last.tokens,
         received: last.received,
         rows: last.rows,
         bytes_from_peers: last.bytes_from_peers,
-        heap_bytes,
-        backend: backend.into(),
+        heap_bytes: buffer.heap().bytes(),
+        backend: buffer.backend().name().into(),
+        device: name,
         dispatch_seconds: dispatch,
         combine_seconds: combine,
         dispatch_gb_per_second: rate(last.dispatch_bytes, dispatch),
         combine_gb_per_second: rate(last.combine_bytes, combine),
-    }
+    })
 }

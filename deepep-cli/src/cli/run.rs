@@ -46,6 +46,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         return Ok(if outcome.good() { ExitCode::SUCCESS } else { ExitCode::FAILURE });
     }
     // Errors that every rank would report are reported once, here.
+    job.backend.resolve()?;
     let plan = job.config().plan(job.group.ranks)?;
     if !arguments.json {
         notes.iter().for_each(|note| println!("note: {note}"));
@@ -140,12 +141,13 @@ fn report(job: &Job, outcomes: &[Outcome], rounds: usize, elapsed: Duration) -> 
         .map(|(rank, s)| {
             vec![
                 rank.to_string(),
+                s.device.clone().unwrap_or_else(|| "host".into()),
                 paint::thousands(s.tokens),
                 paint::thousands(s.received),
                 paint::thousands(s.rows),
                 paint::bytes(s.bytes_from_peers),
-                format!("{:.2}", s.dispatch_seconds * 1e3),
-                format!("{:.2}", s.combine_seconds * 1e3),
+                format!("{:.3}", s.dispatch_seconds * 1e3),
+                format!("{:.3}", s.combine_seconds * 1e3),
                 format!("{:.2}", s.dispatch_gb_per_second),
                 format!("{:.2}", s.combine_gb_per_second),
             ]
@@ -154,6 +156,7 @@ fn report(job: &Job, outcomes: &[Outcome], rounds: usize, elapsed: Duration) -> 
     if !rows.is_empty() {
         let header = [
             "rank",
+            "device",
             "tokens",
             "received",
             "rows",

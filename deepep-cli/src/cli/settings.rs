@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use cuda_vmm::Cuda;
 use deepep_cli::inputs::Values;
 use deepep_cli::job::{Job, Source};
 use deepep_cli::routing::{Group, Pattern};
@@ -70,7 +71,7 @@ impl BackendChoice {
 /// What is communicated.
 #[derive(Args, Clone, Debug)]
 pub(super) struct Settings {
-    /// Number of ranks [default: the visible GPUs, or 4 emulated ranks]
+    /// Number of ranks; more than there are GPUs share them [default: one for each GPU, or 4 emulated ranks]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=8))]
     ranks: Option<u32>,
     /// Tokens of each rank
@@ -139,8 +140,16 @@ pub(super) struct Settings {
 }
 
 impl Settings {
-    pub(super) fn ranks(&self) -> usize {
-        self.ranks.map_or(4, |ranks| ranks as usize)
+    /// As many ranks as there are GPUs if these are used, unless told otherwise.
+    fn ranks(&self) -> usize {
+        let gpus = || match self.backend.kind().resolve() {
+            Ok(BackendKind::Cuda) => {
+                Cuda::get().ok().and_then(|cuda| usize::try_from(cuda.device_count()).ok())
+            }
+            _ => None,
+        };
+        let most = deepep_core::layout::MAX_RANKS;
+        self.ranks.map_or_else(|| gpus().map_or(4, |gpus| gpus.clamp(1, most)), |ranks| ranks as usize)
     }
 
     /// The job, and what had to be changed to make it possible.

@@ -3,7 +3,8 @@
 use deepep_core::Reduction;
 use half::bf16;
 
-use super::{Delivered, JobError, Mismatch, Rank};
+use super::got::Got;
+use super::{JobError, Mismatch, Rank};
 use crate::inputs::{expert_row, expert_sum};
 use crate::oracle::{self, owner};
 
@@ -23,13 +24,13 @@ macro_rules! ensure {
 
 impl Rank<'_> {
     /// The rank, lanes and rows of what was received, as the oracle has it.
-    pub(crate) fn check_dispatch(&self, got: &Delivered, round: u64) -> Result<(), JobError> {
+    pub(crate) fn check_dispatch(&self, got: &Got, round: u64) -> Result<(), JobError> {
         let (job, want) = (self.job, &self.received);
         let me = self.rank;
-        let rows = if job.expanded.is_some() { want.rows.len() } else { want.tokens.len() };
-        let cells = &got.count_cells[..];
+        let rows = self.rows();
         let expected = [want.tokens.len() as i32, rows as i32, 0, 0];
-        ensure!(cells == expected, "rank {me}, counts: {cells:?}, expected {expected:?}");
+        let found = &got.cells;
+        ensure!(*found == expected, "rank {me}, counts: {found:?}, expected {expected:?}");
         let mut sum = 0;
         let prefix: Vec<i32> = want
             .tokens_from
@@ -39,21 +40,29 @@ impl Rank<'_> {
                 sum
             })
             .collect();
-        let found = &got.rank_prefix[..];
-        ensure!(found == prefix, "rank {me}, tokens by source rank: {found:?}, expected {prefix:?}");
+        let found = &got.rank_prefix;
+        ensure!(*found == prefix, "rank {me}, tokens by source rank: {found:?}, expected {prefix:?}");
         let starts: Vec<i32> = want.expert_starts.iter().map(|&n| n as i32).collect();
-        let found = &got.expert_starts[..];
-        ensure!(found == starts, "rank {me}, first rows of experts: {found:?}, expected {starts:?}");
+        let found = &got.expert_starts;
+        ensure!(*found == starts, "rank {me}, first rows of experts: {found:?}, expected {starts:?}");
         let counts: Vec<i32> = want.expert_counts.iter().map(|&n| n as i32).collect();
-        let found = &got.expert_counts[..];
-        ensure!(found == counts, "rank {me}, rows of experts: {found:?}, expected {counts:?}");
+        let found = &got.expert_counts;
+        ensure!(*found == counts, "rank {me}, rows of experts: {found:?}, expected {counts:?}");
         if let Some(counts) = &got.counts {
             ensure!(counts.tokens == want.tokens.len(), "rank {me}: {} tokens counted", counts.tokens);
             ensure!(counts.rows == rows, "rank {me}: {} rows counted", counts.rows);
             ensure!(counts.expert_counts == want.expert_counts, "rank {me}: experts counted wrong");
         }
+        for (at, &source) in want.tokens.iter().enumerate() {
+            let lanes = self.lanes_of(source).0.iter().enumerate();
+            let here = lanes.filter(|&(_, &expert)| owner(job.group, expert) == Some(me));
+            let mask = here.fold(0, |mask, (lane, _)| mask | 1 << lane);
+            let expected = [(source.rank * job.max_tokens + source.token) as i32, mask];
+            let found = &got.sources[2 * at..][..2];
+            ensure!(*found == expected, "rank {me}, source [{at}]: {found:?}, expected {expected:?}");
+        }
         let size = job.values.row_bytes();
-        let x = &got.x[..];
+        let x = &got.x;
         let mut row = vec![0; size];
         for at in 0..rows {
             let found = &x[at * size..][..size];
@@ -89,7 +98,7 @@ impl Rank<'_> {
         Some((source, format!("token {} of rank {}", source.token, source.rank)))
     }
 
-    fn check_scales(&self, got: &Delivered, rows: usize, round: u64) -> Result<(), JobError> {
+    fn check_scales(&self, got: &Got, rows: usize, round: u64) -> Result<(), JobError> {
         let packs = self.job.scale_packs();
         let Some(found) = &got.scales else {
             ensure!(packs == 0, "rank {}: no scales came", self.rank);
@@ -110,7 +119,7 @@ impl Rank<'_> {
         Ok(())
     }
 
-    fn check_lanes(&self, got: &Delivered) -> Result<(), JobError> {
+    fn check_lanes(&self, got: &Got) -> Result<(), JobError> {
         let (job, want, me, k) = (self.job, &self.received, self.rank, self.job.group.topk);
         let weights = got.topk_weights.as_deref();
         ensure!(weights.is_some() == job.weights, "rank {me}: weights came or did not");

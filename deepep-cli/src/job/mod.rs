@@ -1,24 +1,28 @@
 //! The main job on one rank: dispatch, a stand-in expert, combine, and every bit of it compared with the oracle.
 
 mod check;
-mod delivered;
+mod clock;
+mod got;
 
 use std::fmt;
+use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use deepep_core::layout::{IndexWidth, ScaleOrder};
-use deepep_core::tensor::{DType, TensorMut, TensorRef};
+use deepep_core::tensor::DType;
 use deepep_core::{
     BackendKind, CombineArgs, Config, DispatchArgs, Dispatched, ElasticBuffer, Error, Handle, Reduction,
 };
 use half::bf16;
 
-pub(crate) use self::delivered::Delivered;
+use self::clock::Clock;
+pub(crate) use self::got::Got;
+use crate::gpu::GpuError;
 use crate::inputs::{Values, expert_row, expert_sum};
 use crate::oracle::{self, Received, owner};
-use crate::place::Place;
 use crate::routing::{Group, Pattern, Routing, generate};
+use crate::tensors::{Memory, bytes, numbers};
 use crate::trace::Trace;
 
 /// Where routing and rows come from.
@@ -193,6 +197,9 @@ pub enum JobError {
     /// A result differs from the oracle's.
     #[error("{0}")]
     Mismatch(Mismatch),
+    /// The device failed while times were taken.
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
 }
 
 /// What one rank did.
@@ -210,26 +217,34 @@ pub struct Report {
     pub dispatch_bytes: usize,
     /// Bytes of contributions added up by combine.
     pub combine_bytes: usize,
-    /// Time of the dispatch.
+    /// Time of the dispatch, from the moment at which all ranks were there: on the CPU's clock, or between two events of its stream.
     pub dispatch: Duration,
-    /// Time of the combine.
+    /// Time of the combine, likewise.
     pub combine: Duration,
 }
 
-/// One rank's part of a job.
+/// One rank's part of a job. Its tensors lie where the buffer's backend can use them.
 pub struct Rank<'a> {
     job: &'a Job,
     rank: usize,
     routings: &'a [Routing],
     routing: &'a Routing,
     received: Received,
+    memory: Rc<Memory>,
 }
 
 impl<'a> Rank<'a> {
     /// Prepares a rank's part, given all ranks' routing.
     pub fn new(job: &'a Job, routings: &'a [Routing], rank: usize) -> Self {
         let received = oracle::received(job.group, routings, rank, job.expanded.unwrap_or(1));
-        Self { job, rank, routings, routing: &routings[rank], received }
+        Self { job, rank, routings, routing: &routings[rank], received, memory: Rc::default() }
+    }
+
+    /// Uses this memory for tensors, after other parts of jobs of the same rank have.
+    #[must_use]
+    pub fn with_memory(mut self, memory: Rc<Memory>) -> Self {
+        self.memory = memory;
+        self
     }
 
     /// Runs the job once and compares everything.
@@ -237,8 +252,34 @@ impl<'a> Rank<'a> {
     /// # Errors
     /// [`JobError`]: the library's, or the first difference.
     pub fn run(&self, buffer: &mut ElasticBuffer) -> Result<Report, JobError> {
+        let outcome = self.rounds(buffer);
+        // What failed may have left work behind that uses this rank's tensors.
+        if outcome.is_err()
+            && let Err(Error::StillRunning { .. } | Error::Vmm(_)) = buffer.synchronize(self.patience())
+        {
+            self.memory.abandon();
+        }
+        outcome
+    }
+
+    fn rounds(&self, buffer: &mut ElasticBuffer) -> Result<Report, JobError> {
         let (report, handle) = self.round(buffer, 0, None)?;
         if self.job.cached { Ok(self.round(buffer, 1, Some(&handle))?.0) } else { Ok(report) }
+    }
+
+    /// Longer than kernels wait, for those before one's own.
+    fn patience(&self) -> Duration {
+        self.job.timeout.saturating_mul(3)
+    }
+
+    /// Copies what the oracle says has come.
+    pub(crate) fn got(&self, buffer: &ElasticBuffer, dispatched: &Dispatched) -> Result<Got, JobError> {
+        Ok(Got::new(buffer, dispatched, self.received.tokens.len(), self.rows())?)
+    }
+
+    /// Rows of the dispatch's result.
+    pub(crate) fn rows(&self) -> usize {
+        if self.job.expanded.is_some() { self.received.rows.len() } else { self.received.tokens.len() }
     }
 
     /// Dispatch, experts, combine. `round` changes the rows.
@@ -248,34 +289,72 @@ impl<'a> Rank<'a> {
         round: u64,
         cached: Option<&Handle>,
     ) -> Result<(Report, Handle), JobError> {
-        let (job, n, hidden) = (self.job, self.routing.tokens(), self.job.values.hidden);
-        let x = self.own_rows(round);
-        let words = self.own_scales(round);
-        let narrow: Vec<i32> = self.routing.experts.iter().map(|&e| e as i32).collect();
-        let topk = job.group.topk;
-        let x_view = TensorRef::bytes_as(&x, job.values.dtype, n, hidden)?;
-        let index = match job.index {
-            IndexWidth::Bits32 => TensorRef::matrix(&narrow, n, topk)?,
-            IndexWidth::Bits64 => TensorRef::matrix(&self.routing.experts, n, topk)?,
+        let job = self.job;
+        self.memory.reset();
+        let (dispatched, dispatch) = self.dispatch(buffer, round, cached)?;
+        let got = self.got(buffer, &dispatched)?;
+        self.check_dispatch(&got, round)?;
+        self.memory.reset();
+        let combine = self.combine(buffer, &dispatched, &got, round)?;
+
+        let row_bytes = job.values.row_bytes() + 4 * job.scale_packs();
+        let foreign = self.received.tokens.iter().filter(|source| source.rank != self.rank).count();
+        let contributions: usize = (0..self.routing.tokens())
+            .map(|t| oracle::contributors(job.group, self.routing.of(t)).len())
+            .sum();
+        let report = Report {
+            tokens: self.routing.tokens(),
+            received: self.received.tokens.len(),
+            rows: self.rows(),
+            bytes_from_peers: foreign * row_bytes,
+            dispatch_bytes: self.received.tokens.len() * row_bytes,
+            combine_bytes: contributions * job.values.hidden * 2,
+            dispatch,
+            combine,
+        };
+        Ok((report, dispatched.into_handle()))
+    }
+
+    /// Dispatches this rank's rows, and waits until everything has arrived.
+    fn dispatch(
+        &self,
+        buffer: &mut ElasticBuffer,
+        round: u64,
+        cached: Option<&Handle>,
+    ) -> Result<(Dispatched, Duration), JobError> {
+        let (job, n, topk) = (self.job, self.routing.tokens(), self.job.group.topk);
+        let memory = &self.memory;
+        let x = memory.matrix(buffer, &self.own_rows(round), job.values.dtype, [n, job.values.hidden])?;
+        let (ids, width) = match job.index {
+            IndexWidth::Bits32 => {
+                let narrow: Vec<i32> = self.routing.experts.iter().map(|&e| e as i32).collect();
+                (bytes(&narrow), DType::I32)
+            }
+            IndexWidth::Bits64 => (bytes(&self.routing.experts), DType::I64),
+        };
+        let index = memory.matrix(buffer, &ids, width, [n, topk])?;
+        let packs = job.scale_packs();
+        let scale = if job.packed_scales { DType::I32 } else { DType::F32 };
+        // Column after column, so that strides are put to use.
+        let words = bytes(&self.own_scales(round));
+        let scales = memory.matrix(buffer, &words, scale, [packs, n])?;
+        let weights = memory.matrix(buffer, &bytes(&self.routing.weights), DType::F32, [n, topk])?;
+        let clock = Clock::start(buffer)?;
+        // SAFETY: the tensors are not written, and the memory is reset, only after `stop` has waited for the dispatch, or after `run` has
+        // waited for what a failed call left.
+        let (x, index, scales, weights) = unsafe {
+            let scales = scales.viewed_as(scale, [n, packs], [1, n as isize])?;
+            (x.view()?, index.view()?, scales, weights.view()?)
         };
         let mut args = match cached {
-            Some(handle) => DispatchArgs::cached(x_view, handle),
-            None => DispatchArgs::new(x_view, index),
+            Some(handle) => DispatchArgs::cached(x, handle),
+            None => DispatchArgs::new(x, index),
         };
-        let packs = job.scale_packs();
-        // Column after column, so that strides are put to use.
-        let floats: Vec<f32> = words.iter().map(|&w| f32::from_bits(w)).collect();
-        let ints: Vec<i32> = words.iter().map(|&w| w as i32).collect();
-        let strides = [1, n as isize];
         if packs > 0 {
-            args = args.scale_order(job.scale_order).scales(if job.packed_scales {
-                TensorRef::strided(&ints, n, packs, strides)?
-            } else {
-                TensorRef::strided(&floats, n, packs, strides)?
-            });
+            args = args.scale_order(job.scale_order).scales(scales);
         }
         if job.weights {
-            args = args.weights(TensorRef::matrix(&self.routing.weights, n, topk)?);
+            args = args.weights(weights);
         }
         if let (Some(alignment), None) = (job.expanded, cached) {
             args = args.expanded(alignment);
@@ -286,63 +365,64 @@ impl<'a> Rank<'a> {
         if !job.exact {
             args = args.without_counts();
         }
-        let started = Instant::now();
         let dispatched = buffer.dispatch(args)?;
-        dispatched.event().wait(job.timeout)?;
-        let dispatch = started.elapsed();
+        let took = clock.stop(buffer, self.patience())?;
         dispatched.check()?;
-        let delivered = self.delivered(&dispatched, &Place::Host)?;
-        self.check_dispatch(&delivered, round)?;
+        Ok((dispatched, took))
+    }
 
-        let (y, y_weights) = self.experts(&delivered, dispatched.rows(), round);
+    /// Lets the stand-in experts work, combines what they make, and compares the sums.
+    fn combine(
+        &self,
+        buffer: &mut ElasticBuffer,
+        dispatched: &Dispatched,
+        got: &Got,
+        round: u64,
+    ) -> Result<Duration, JobError> {
+        let (job, n, hidden, topk) =
+            (self.job, self.routing.tokens(), self.job.values.hidden, self.job.group.topk);
+        let memory = &self.memory;
+        let y =
+            memory.matrix(buffer, &bytes(&self.experts(got, round)), DType::Bf16, [got.capacity, hidden])?;
+        let returned = got.topk_weights.as_deref().unwrap_or_default();
+        let columns = if job.expanded.is_some() { 1 } else { topk };
+        let rows = if job.exact { returned.len() / columns } else { self.weight_rows(dispatched) };
+        let weights = memory.matrix(buffer, &bytes(returned), DType::F32, [rows, columns])?;
         let biases: Vec<Vec<bf16>> = (0..job.biases).map(|i| self.bias(i as u64)).collect();
-        let mut out = vec![bf16::NAN; n * hidden];
-        let mut out_weights = vec![f32::NAN; n * topk];
-        let rows = dispatched.rows();
-        let mut args = CombineArgs::new(
-            TensorRef::matrix(&y, rows, hidden)?,
-            dispatched.handle(),
-            TensorMut::matrix(&mut out, n, hidden)?,
-        )
-        .reduction(job.reduction);
-        if job.weights {
-            let columns = if job.expanded.is_some() { 1 } else { topk };
-            let given = TensorRef::matrix(&y_weights, y_weights.len() / columns, columns)?;
-            args = args.weights(given, TensorMut::matrix(&mut out_weights, n, topk)?);
-        }
-        for bias in &biases {
-            args = args.bias(TensorRef::matrix(bias, n, hidden)?);
-        }
-        let started = Instant::now();
-        buffer.combine(args)?.wait(job.timeout)?;
-        let combine = started.elapsed();
-        self.check_combine(&out, &out_weights, &biases, round)?;
+        let bias_tensors = biases
+            .iter()
+            .map(|bias| memory.matrix(buffer, &bytes(bias), DType::Bf16, [n, hidden]))
+            .collect::<deepep_core::Result<Vec<_>>>()?;
+        let nan = bytes(&vec![bf16::NAN; n * hidden]);
+        let mut out = memory.matrix(buffer, &nan, DType::Bf16, [n, hidden])?;
+        let nan = bytes(&vec![f32::NAN; n * topk]);
+        let mut out_weights = memory.matrix(buffer, &nan, DType::F32, [n, topk])?;
 
-        let row_bytes = job.values.row_bytes() + 4 * packs;
-        let foreign = self.received.tokens.iter().filter(|source| source.rank != self.rank).count();
-        let contributions: usize =
-            (0..n).map(|t| oracle::contributors(job.group, self.routing.of(t)).len()).sum();
-        let report = Report {
-            tokens: n,
-            received: self.received.tokens.len(),
-            rows: if job.expanded.is_some() { self.received.rows.len() } else { self.received.tokens.len() },
-            bytes_from_peers: foreign * row_bytes,
-            dispatch_bytes: self.received.tokens.len() * row_bytes,
-            combine_bytes: contributions * hidden * 2,
-            dispatch,
-            combine,
+        let clock = Clock::start(buffer)?;
+        // SAFETY: the tensors are used, and the memory is reset, only after `stop` has waited for the combine, or after `run` has waited for
+        // what a failed call left.
+        let args = unsafe {
+            let mut args =
+                CombineArgs::new(y.view()?, dispatched.handle(), out.view_mut()?).reduction(job.reduction);
+            if job.weights {
+                args = args.weights(weights.view()?, out_weights.view_mut()?);
+            }
+            for bias in &bias_tensors {
+                args = args.bias(bias.view()?);
+            }
+            args
         };
-        Ok((report, dispatched.into_handle()))
+        buffer.combine(args)?;
+        let took = clock.stop(buffer, self.patience())?;
+        let out: Vec<bf16> = numbers(&out.read(buffer)?);
+        let out_weights: Vec<f32> = numbers(&out_weights.read(buffer)?);
+        self.check_combine(&out, &out_weights, &biases, round)?;
+        Ok(took)
     }
 
-    /// Copies what the oracle says has come.
-    pub(crate) fn delivered(&self, got: &Dispatched, place: &Place) -> Result<Delivered, JobError> {
-        Ok(Delivered::copy(got, self.rows(), self.received.tokens.len(), place)?)
-    }
-
-    /// Rows that come.
-    pub(crate) fn rows(&self) -> usize {
-        if self.job.expanded.is_some() { self.received.rows.len() } else { self.received.tokens.len() }
+    /// Rows of the weights that combine is given if counts are not known.
+    fn weight_rows(&self, dispatched: &Dispatched) -> usize {
+        if self.job.expanded.is_some() { dispatched.rows() } else { dispatched.tokens() }
     }
 
     pub(crate) fn own_rows(&self, round: u64) -> Vec<u8> {
@@ -352,12 +432,6 @@ impl<'a> Rank<'a> {
             self.job.row(round, self.rank, token, row);
         }
         x
-    }
-
-    /// Scales of all own tokens, row after row.
-    pub(crate) fn scales_by_token(&self, round: u64) -> Vec<u32> {
-        let words = |token| self.job.scale_words(&self.job.scales(round, self.rank, token));
-        (0..self.routing.tokens()).flat_map(words).collect()
     }
 
     /// Scales of all own tokens, column after column.
@@ -373,6 +447,12 @@ impl<'a> Rank<'a> {
         words
     }
 
+    /// Scales of all own tokens, row after row.
+    pub(crate) fn scales_by_token(&self, round: u64) -> Vec<u32> {
+        let words = |token| self.job.scale_words(&self.job.scales(round, self.rank, token));
+        (0..self.routing.tokens()).flat_map(words).collect()
+    }
+
     fn bias(&self, which: u64) -> Vec<bf16> {
         let values = Values { seed: 1000 + which, dtype: DType::Bf16, hidden: self.job.values.hidden };
         let mut row = vec![0; values.row_bytes()];
@@ -384,10 +464,10 @@ impl<'a> Rank<'a> {
         bias
     }
 
-    /// The stand-in experts' outputs for the received rows, and the weights to send back.
-    pub(crate) fn experts(&self, got: &Delivered, rows: usize, round: u64) -> (Vec<bf16>, Vec<f32>) {
+    /// The stand-in experts' outputs for the received rows.
+    pub(crate) fn experts(&self, got: &Got, round: u64) -> Vec<bf16> {
         let (job, want, hidden) = (self.job, &self.received, self.job.values.hidden);
-        let mut y = vec![bf16::NAN; rows * hidden];
+        let mut y = vec![bf16::NAN; self.rows() * hidden];
         let size = job.values.row_bytes();
         let mut numbers = vec![0.0; hidden];
         let mut sum = Vec::new();
@@ -407,6 +487,6 @@ impl<'a> Rank<'a> {
                 }
             }
         }
-        (y, got.topk_weights.clone().unwrap_or_default())
+        y
     }
 }

@@ -150,10 +150,16 @@ impl CudaBackend {
     /// The counts of a dispatch that was asked for them, and what went wrong in it.
     fn outcome(&self, number: u32, call: &DispatchCall<'_>, end: Arc<CudaEvent>) -> Result<DispatchOutcome> {
         let (reports, shape) = (self.reports(), &call.shape);
-        let Told { counts, needed } = {
+        let told = {
             let _bound = self.queue().context().bind()?;
-            reports.counts(tag(number), shape, &end)?
+            reports.counts(tag(number), shape, &end)
         };
+        if told.is_err() {
+            // All blocks of a kernel leave soon after the first has given up. The caller is told when nothing uses its tensors any
+            // more; if that can't be said, the first error is the better one all the same.
+            let _ = end.wait_reached("a dispatch", reports.patience());
+        }
+        let Told { counts, needed } = told?;
         let ran = Ran { number, shape, handle: &call.handle, handle_slot: call.handle_slot, cached: false };
         let over = needed != [0, 0];
         if over || self.bad_ids(number).is_some() {

@@ -60,19 +60,16 @@ impl EventPool {
 impl Drop for EventPool {
     fn drop(&mut self) {
         let Ok(_bound) = self.context.bind() else { return };
+        let driver = self.context.device().cuda().driver();
         for &raw in self.free.get_mut().unwrap_or_else(PoisonError::into_inner).iter() {
-            destroy(&self.context, raw);
+            // SAFETY: the event was created by the pool and is destroyed once; the driver keeps what waits for it.
+            let _ = unsafe { driver.cuEventDestroy(raw) };
         }
     }
 }
 
-fn destroy(context: &Context, raw: CUevent) {
-    // SAFETY: the event was created by the pool and is destroyed once; the driver keeps what waits for it.
-    let _ = unsafe { context.device().cuda().driver().cuEventDestroy(raw) };
-}
-
-/// An event that was recorded. Goes back to the pool when dropped, which waits for nothing: whoever waits for it in a stream already has
-/// what it needs.
+/// An event that was recorded. Goes back to the pool when dropped, which waits for nothing: whoever waits for it in a stream, or has it in a
+/// graph, already has what it needs.
 pub(crate) struct CudaEvent {
     pool: Arc<EventPool>,
     reports: Arc<Reports>,
@@ -138,10 +135,6 @@ impl EventSource for CudaEvent {
 
 impl Drop for CudaEvent {
     fn drop(&mut self) {
-        if !self.captured {
-            self.pool.free.lock().unwrap_or_else(PoisonError::into_inner).push(self.raw);
-        } else if let Ok(_bound) = self.pool.context.bind() {
-            destroy(&self.pool.context, self.raw);
-        }
+        self.pool.free.lock().unwrap_or_else(PoisonError::into_inner).push(self.raw);
     }
 }

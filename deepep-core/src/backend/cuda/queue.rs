@@ -178,7 +178,7 @@ mod tests {
     use super::super::pinned::Readback;
     use super::super::status::StatusBlock;
     use super::*;
-    use crate::device::{DeviceMemory, Mark};
+    use crate::device::DeviceMemory;
     use crate::layout::StatusLayout;
     use crate::stream::EventRef;
     use cuda_vmm::{Cuda, Device};
@@ -258,7 +258,7 @@ mod tests {
 
     #[test]
     fn events_are_used_again() {
-        on_emulator(|device, queue| {
+        on_emulator(|_, queue| {
             let mut seen = std::collections::HashSet::new();
             for _ in 0..100 {
                 let turn = queue.begin(&Order::default()).unwrap();
@@ -266,8 +266,6 @@ mod tests {
             }
             // One is the newest operation's, one is being dropped.
             assert!(seen.len() <= 2, "{} events", seen.len());
-            let mark = Mark::record(device, queue.own()).unwrap();
-            assert!(mark.since(&mark, PATIENCE).is_ok());
         });
     }
 

@@ -1,0 +1,301 @@
+//! Tensors where a buffer's backend can use them: ordinary memory, or memory of the rank's GPU.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+
+use deepep_core::device::{self, DeviceMemory};
+use deepep_core::tensor::{DType, Space, TensorMut, TensorRef};
+use deepep_core::{BackendKind, ElasticBuffer, Error, Result};
+
+/// Tensors start at multiples of this.
+const ALIGNMENT: usize = 256;
+/// Device memory is taken in pieces of at least this size.
+const PIECE: usize = 64 << 20;
+
+/// Memory for the tensors of one rank. It is used again after [`reset`](Self::reset), and given back when dropped; nothing that was enqueued may
+/// use it any more at either moment.
+#[derive(Debug, Default)]
+pub struct Memory {
+    pieces: RefCell<Vec<Rc<DeviceMemory>>>,
+    /// Bytes of the last piece that are taken.
+    used: Cell<usize>,
+}
+
+impl Memory {
+    /// All memory is free again: the tensors that were made are gone.
+    pub fn reset(&self) {
+        let mut pieces = self.pieces.borrow_mut();
+        // The last piece is the largest.
+        if let Some(last) = pieces.pop() {
+            pieces.clear();
+            pieces.push(last);
+        }
+        self.used.set(0);
+    }
+
+    /// Gives up the memory without giving it back: something may still use it.
+    pub fn abandon(&self) {
+        std::mem::forget(self.pieces.take());
+    }
+
+    fn take(&self, buffer: &ElasticBuffer, bytes: usize) -> Result<(Rc<DeviceMemory>, usize)> {
+        let mut pieces = self.pieces.borrow_mut();
+        let fits = pieces.last().is_some_and(|last| self.used.get() + bytes <= last.bytes());
+        if !fits {
+            let before = pieces.last().map_or(0, |last| last.bytes());
+            let size = bytes.max(PIECE).max(2 * before);
+            pieces.push(Rc::new(DeviceMemory::new(buffer.device(), size)?));
+            self.used.set(0);
+        }
+        let (offset, piece) = (self.used.get(), &pieces[pieces.len() - 1]);
+        self.used.set((offset + bytes).next_multiple_of(ALIGNMENT));
+        Ok((piece.clone(), offset))
+    }
+
+    /// A contiguous matrix that starts with these bytes; what follows them is undefined.
+    ///
+    /// # Errors
+    /// Those of [`DeviceMemory`].
+    pub fn matrix(
+        &self,
+        buffer: &ElasticBuffer,
+        bytes: &[u8],
+        dtype: DType,
+        shape: [usize; 2],
+    ) -> Result<Tensor> {
+        let size = (shape[0] * shape[1] * dtype.size()).max(bytes.len());
+        let home = if buffer.backend() == BackendKind::Cuda {
+            let (memory, offset) = self.take(buffer, size)?;
+            if !bytes.is_empty() {
+                memory.write(offset, bytes)?;
+            }
+            Home::Device(memory, offset)
+        } else {
+            let mut words = vec![0_u64; size.div_ceil(8)];
+            bytes_of_mut(&mut words)[..bytes.len()].copy_from_slice(bytes);
+            Home::Host(words)
+        };
+        Ok(Tensor { home, size, dtype, shape })
+    }
+
+    /// A contiguous matrix of these numbers.
+    ///
+    /// # Errors
+    /// As [`matrix`](Self::matrix).
+    pub fn of<T: Number>(
+        &self,
+        buffer: &ElasticBuffer,
+        numbers: &[T],
+        rows: usize,
+        columns: usize,
+    ) -> Result<Tensor> {
+        self.matrix(buffer, &bytes(numbers), T::DTYPE, [rows, columns])
+    }
+}
+
+#[derive(Debug)]
+enum Home {
+    /// Aligned for every element type.
+    Host(Vec<u64>),
+    Device(Rc<DeviceMemory>, usize),
+}
+
+/// A tensor of one rank.
+#[derive(Debug)]
+pub struct Tensor {
+    home: Home,
+    size: usize,
+    dtype: DType,
+    shape: [usize; 2],
+}
+
+impl Tensor {
+    /// A view for an operation.
+    ///
+    /// # Errors
+    /// Those of [`DeviceMemory::strided`].
+    ///
+    /// # Safety
+    /// Until the operation has run, the tensor is not written, and its [`Memory`] neither reset nor dropped.
+    pub unsafe fn view(&self) -> Result<TensorRef<'_>> {
+        let [_, columns] = self.shape;
+        // SAFETY: the caller's promise.
+        unsafe { self.viewed_as(self.dtype, self.shape, [columns as isize, 1]) }
+    }
+
+    /// As [`view`](Self::view), of the same memory with another element type, shape and strides (in elements, not negative).
+    ///
+    /// # Errors
+    /// [`Shape`](Error::Shape) if an element would lie outside of the tensor's memory.
+    ///
+    /// # Safety
+    /// As [`view`](Self::view).
+    pub unsafe fn viewed_as(
+        &self,
+        dtype: DType,
+        shape: [usize; 2],
+        strides: [isize; 2],
+    ) -> Result<TensorRef<'_>> {
+        let reach = shape.into_iter().zip(strides).try_fold(0_usize, |reach, (n, stride)| {
+            let step = usize::try_from(stride).ok()?;
+            reach.checked_add(n.saturating_sub(1).checked_mul(step)?)
+        });
+        let end = reach.and_then(|reach| reach.checked_add(1)?.checked_mul(dtype.size()));
+        if !shape.contains(&0) && end.is_none_or(|end| end > self.size) {
+            let got = format!("{shape:?} of {dtype} with strides {strides:?}");
+            return Err(Error::Shape {
+                tensor: "view",
+                got,
+                expected: format!("inside {} bytes", self.size),
+            });
+        }
+        match &self.home {
+            // SAFETY: the caller's promise.
+            Home::Device(memory, offset) => unsafe { memory.strided(*offset, dtype, shape, strides) },
+            // SAFETY: the words hold every element (checked above), are aligned, and are borrowed; the rest is the caller's promise.
+            Home::Host(words) => unsafe {
+                TensorRef::from_raw(words.as_ptr() as u64, Space::Host, dtype, shape, strides)
+            },
+        }
+    }
+
+    /// A contiguous view for an operation that writes.
+    ///
+    /// # Errors
+    /// Those of [`DeviceMemory::view_mut`].
+    ///
+    /// # Safety
+    /// Until the operation has run, the tensor is not used otherwise, and its [`Memory`] neither reset nor dropped.
+    pub unsafe fn view_mut(&mut self) -> Result<TensorMut<'_>> {
+        // SAFETY: the caller's promise.
+        unsafe { self.viewed_mut_as(self.dtype, self.shape) }
+    }
+
+    /// As [`view_mut`](Self::view_mut), of the same memory with another element type and shape.
+    ///
+    /// # Errors
+    /// As [`viewed_as`](Self::viewed_as).
+    ///
+    /// # Safety
+    /// As [`view_mut`](Self::view_mut).
+    pub unsafe fn viewed_mut_as(&mut self, dtype: DType, shape: [usize; 2]) -> Result<TensorMut<'_>> {
+        let [rows, columns] = shape;
+        let size = rows.saturating_mul(columns).saturating_mul(dtype.size());
+        if size > self.size {
+            let (got, expected) = (format!("{shape:?} of {dtype}"), format!("inside {} bytes", self.size));
+            return Err(Error::Shape { tensor: "view", got, expected });
+        }
+        match &mut self.home {
+            // SAFETY: the caller's promise.
+            Home::Device(memory, offset) => unsafe { memory.view_mut(*offset, dtype, shape) },
+            Home::Host(words) => TensorMut::bytes_as(&mut bytes_of_mut(words)[..size], dtype, rows, columns),
+        }
+    }
+
+    /// Writes bytes at its start. Nothing that was enqueued may use the tensor any more.
+    ///
+    /// # Errors
+    /// Those of [`DeviceMemory::write`]; [`Shape`](Error::Shape) if they don't fit.
+    pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        if bytes.len() > self.size {
+            let (got, expected) = (format!("{} bytes", bytes.len()), format!("at most {} bytes", self.size));
+            return Err(Error::Shape { tensor: "bytes", got, expected });
+        }
+        match &mut self.home {
+            Home::Device(memory, offset) => memory.write(*offset, bytes)?,
+            Home::Host(words) => bytes_of_mut(words)[..bytes.len()].copy_from_slice(bytes),
+        }
+        Ok(())
+    }
+
+    /// The elements' bytes, once what writes them has run.
+    ///
+    /// # Errors
+    /// Those of [`device::read`].
+    pub fn read(&self, buffer: &ElasticBuffer) -> Result<Vec<u8>> {
+        // SAFETY: read here, before anything else happens.
+        device::read(buffer.device(), unsafe { self.view()? })
+    }
+}
+
+fn bytes_of_mut(words: &mut [u64]) -> &mut [u8] {
+    // SAFETY: every byte of the words is initialised, any byte is valid in a word, and the length is the same number of bytes.
+    unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), words.len() * 8) }
+}
+
+/// Bytes of numbers.
+pub fn bytes<T: Number>(numbers: &[T]) -> Vec<u8> {
+    numbers.iter().flat_map(|n| n.bytes()).collect()
+}
+
+/// Numbers of bytes.
+pub fn numbers<T: Number>(bytes: &[u8]) -> Vec<T> {
+    bytes.chunks_exact(size_of::<T>()).map(T::of).collect()
+}
+
+/// A number that tensors hold.
+pub trait Number: Copy {
+    /// Its element type.
+    const DTYPE: DType;
+    /// Its bytes.
+    type Bytes: IntoIterator<Item = u8>;
+    /// Its bytes in memory.
+    fn bytes(self) -> Self::Bytes;
+    /// The number with these bytes, as many as it has.
+    fn of(bytes: &[u8]) -> Self;
+}
+
+macro_rules! number {
+    ($($type:ty => $dtype:ident),*) => {$(
+        impl Number for $type {
+            const DTYPE: DType = DType::$dtype;
+            type Bytes = [u8; size_of::<$type>()];
+            fn bytes(self) -> Self::Bytes {
+                self.to_ne_bytes()
+            }
+            fn of(bytes: &[u8]) -> Self {
+                let mut whole = [0; size_of::<$type>()];
+                whole.copy_from_slice(bytes);
+                Self::from_ne_bytes(whole)
+            }
+        }
+    )*};
+}
+// Words of four bytes without a type of their own travel as I32.
+number!(u8 => U8, i32 => I32, u32 => I32, i64 => I64, f32 => F32, half::bf16 => Bf16);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use deepep_core::bootstrap::thread_group;
+    use std::time::Duration;
+
+    #[test]
+    fn tensors_on_the_host() {
+        let bootstrap = thread_group(1, Duration::from_secs(10)).unwrap().remove(0);
+        let builder = ElasticBuffer::builder().max_tokens_per_rank(1).experts(1).topk(1).hidden(8);
+        let buffer = builder.backend(BackendKind::Host).build(bootstrap).unwrap();
+        let memory = Memory::default();
+        let mut numbered = memory.of(&buffer, &[1_i32, 2, 3, 4, 5, 6], 3, 2).unwrap();
+        // SAFETY: no operation gets the views.
+        unsafe {
+            let columns = numbered.viewed_as(DType::I32, [2, 3], [1, 2]).unwrap();
+            let columns: Vec<i32> = numbers(&device::read(buffer.device(), columns).unwrap());
+            assert_eq!(columns, [1, 3, 5, 2, 4, 6]);
+            assert!(matches!(numbered.viewed_as(DType::I32, [2, 3], [2, 2]), Err(Error::Shape { .. })));
+            assert!(matches!(numbered.viewed_as(DType::I32, [2, 3], [-1, 2]), Err(Error::Shape { .. })));
+            assert!(matches!(numbered.viewed_mut_as(DType::I64, [2, 2]), Err(Error::Shape { .. })));
+            assert_eq!(numbered.viewed_mut_as(DType::I64, [3, 1]).unwrap().bytes(), 24);
+        }
+        numbered.write(&[7, 0, 0, 0]).unwrap();
+        assert_eq!(numbers::<i32>(&numbered.read(&buffer).unwrap()), [7, 2, 3, 4, 5, 6]);
+        assert!(numbered.write(&[0; 25]).is_err());
+        let longer = memory.matrix(&buffer, &bytes(&[9_i64]), DType::I64, [4, 3]).unwrap();
+        assert_eq!(longer.read(&buffer).unwrap().len(), 96);
+        assert_eq!(longer.read(&buffer).unwrap()[..8], bytes(&[9_i64]));
+        let mut empty = memory.matrix(&buffer, &[], DType::Bf16, [0, 8]).unwrap();
+        // SAFETY: as above.
+        assert_eq!(unsafe { empty.view_mut() }.unwrap().bytes(), 0);
+        memory.reset();
+    }
+}

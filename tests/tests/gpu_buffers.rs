@@ -1,0 +1,250 @@
+//! What buffers do on GPUs only: streams, events, graphs, and what their kernels ask of addresses.
+
+use std::time::Duration;
+
+use deepep_cli::gpu::{Event, GpuError, Graph, PinnedWord, Stream};
+use deepep_core::bootstrap::Bootstrap;
+use deepep_core::tensor::{DType, TensorRef};
+use deepep_core::{BackendKind, CombineArgs, DispatchArgs, ElasticBuffer, Error, EventRef};
+use half::bf16;
+use integration_tests::ranks::{LONG, on_threads};
+use integration_tests::sides::Side;
+use integration_tests::tensors::{Given, Tensors, read};
+
+const RANKS: usize = 2;
+const TOKENS: usize = 24;
+const HIDDEN: usize = 256;
+const TOPK: usize = 4;
+const EXPERTS: usize = 8;
+
+/// Runs on two ranks in threads, if there is a GPU.
+fn on_gpu(test: &'static str, body: impl Fn(&mut ElasticBuffer) + Sync) {
+    let Some(_side) = Side::gpu(test) else { return };
+    on_threads(RANKS, LONG, |bootstrap| {
+        let mut buffer = ElasticBuffer::builder()
+            .max_tokens_per_rank(TOKENS)
+            .experts(EXPERTS)
+            .topk(TOPK)
+            .hidden(HIDDEN)
+            .expanded(8)
+            .timeout(LONG)
+            .backend(BackendKind::Cuda)
+            .build(bootstrap)
+            .unwrap();
+        body(&mut buffer);
+        buffer.close().unwrap();
+    });
+}
+
+/// Rows and ids of one rank in one round: small whole numbers, so that sums of them are exact.
+fn input(rank: usize, round: usize) -> (Vec<bf16>, Vec<i64>) {
+    let number = |t: usize, c: usize| ((t * 7 + c + 3 * rank + 5 * round) % 31) as f32 - 15.0;
+    let x = (0..TOKENS).flat_map(|t| (0..HIDDEN).map(move |c| bf16::from_f32(number(t, c)))).collect();
+    let id = |t: usize, k: usize| match (t + round) % 5 {
+        // No expert, one rank's experts, both ranks'.
+        0 => -1,
+        1 => k as i64,
+        2 => (EXPERTS / 2 + k) as i64,
+        _ => ((t + rank + 3 * k + round) % EXPERTS) as i64,
+    };
+    let ids = (0..TOKENS).flat_map(|t| {
+        let mut row: Vec<i64> = (0..TOPK).map(|k| id(t, k)).collect();
+        for k in 1..TOPK {
+            if row[..k].contains(&row[k]) {
+                row[k] = -1;
+            }
+        }
+        row
+    });
+    (x, ids.collect())
+}
+
+/// Ranks that a token's experts live on.
+fn destinations(ids: &[i64]) -> Vec<usize> {
+    (0..RANKS)
+        .filter(|&rank| ids.iter().any(|&id| id >= 0 && id as usize / (EXPERTS / RANKS) == rank))
+        .collect()
+}
+
+/// What combine gives if every expert returns what it got: each row once for each rank that it went to.
+fn expected(rank: usize, round: usize) -> Vec<bf16> {
+    let (x, ids) = input(rank, round);
+    let copies = |t: usize| destinations(&ids[t * TOPK..][..TOPK]).len() as f32;
+    x.iter().enumerate().map(|(i, x)| bf16::from_f32(x.to_f32() * copies(i / HIDDEN))).collect()
+}
+
+/// Tokens that a rank receives.
+fn received(rank: usize, round: usize) -> usize {
+    let from = |source: usize| {
+        let (_, ids) = input(source, round);
+        ids.chunks(TOPK).filter(|ids| destinations(ids).contains(&rank)).count()
+    };
+    (0..RANKS).map(from).sum()
+}
+
+struct Round {
+    x: Given,
+    ids: Given,
+    out: Given,
+    _tensors: Tensors,
+}
+
+impl Round {
+    fn new(buffer: &ElasticBuffer) -> Self {
+        let tensors = Tensors::default();
+        let (x, ids) = input(buffer.rank(), 0);
+        Self {
+            x: tensors.of(buffer, &x, TOKENS, HIDDEN),
+            ids: tensors.of(buffer, &ids, TOKENS, TOPK),
+            out: tensors.of(buffer, &vec![bf16::NAN; TOKENS * HIDDEN], TOKENS, HIDDEN),
+            _tensors: tensors,
+        }
+    }
+
+    fn set(&mut self, rank: usize, round: usize) {
+        let (x, ids) = input(rank, round);
+        self.x.write(&x);
+        self.ids.write(&ids);
+        self.out.write(&vec![bf16::NAN; TOKENS * HIDDEN]);
+    }
+}
+
+/// A captured dispatch and combine give the right result for whatever the tensors hold at each replay, with direct calls in between.
+#[test]
+fn graphs_are_replayed_with_other_routes() {
+    on_gpu("graphs_are_replayed_with_other_routes", |buffer| {
+        let rank = buffer.rank();
+        let stream = Stream::new(&buffer.device().primary_context().unwrap()).unwrap();
+        let mut round = Round::new(buffer);
+        let mut held = None;
+        let graph = Graph::capture(&stream, || {
+            // What would have to wait is refused, and disturbs nothing.
+            let exact = DispatchArgs::new(round.x.view(), round.ids.view()).stream(stream.borrow());
+            let error = buffer.dispatch(exact).unwrap_err();
+            assert!(matches!(error, Error::Invalid { parameter: "exact counts", .. }), "{error}");
+
+            let args = DispatchArgs::new(round.x.view(), round.ids.view()).without_counts();
+            let got = buffer.dispatch(args.stream(stream.borrow())).unwrap();
+            assert!(matches!(got.event().is_complete(), Err(Error::Invalid { parameter: "event", .. })));
+            let args = CombineArgs::new(got.x(), got.handle(), round.out.view_mut());
+            buffer.combine(args.stream(stream.borrow())).unwrap();
+            held = Some(got);
+            Ok::<(), GpuError>(())
+        })
+        .unwrap();
+        let got = held.unwrap();
+        for number in 1..=20 {
+            round.set(rank, number);
+            // SAFETY: the tensors, and the slots that `got` holds, are there until the stream has been waited for.
+            unsafe { graph.launch(&stream) }.unwrap();
+            stream.wait(LONG, || format!("replay {number}")).unwrap();
+            assert_eq!(round.out.read::<bf16>(buffer), expected(rank, number), "replay {number}");
+            let tokens = received(rank, number) as i32;
+            let cells = read::<i32>(buffer, got.handle().count_cells());
+            assert_eq!(cells, [tokens, tokens, 0, 0], "replay {number}");
+            if number % 5 == 0 {
+                // Epochs are the device's: direct calls and replays follow each other.
+                let direct = buffer.dispatch(DispatchArgs::new(round.x.view(), round.ids.view())).unwrap();
+                assert_eq!(direct.tokens(), tokens as usize);
+                direct.event().wait(LONG).unwrap();
+                direct.check().unwrap();
+            }
+        }
+        drop((graph, got));
+    });
+}
+
+/// Operations follow the caller's events and streams.
+#[test]
+fn operations_wait_for_what_produces_their_input() {
+    on_gpu("operations_wait_for_what_produces_their_input", |buffer| {
+        let rank = buffer.rank();
+        let context = buffer.device().primary_context().unwrap();
+        let (producer, consumer) = (Stream::new(&context).unwrap(), Stream::new(&context).unwrap());
+        let mut round = Round::new(buffer);
+        round.set(rank, 7);
+        let gate = PinnedWord::new(&context).unwrap();
+        {
+            let _bound = context.bind().unwrap();
+            // SAFETY: the word outlives the wait, which ends below.
+            unsafe {
+                context.device().cuda().driver().cuStreamWaitValue32(producer.as_raw(), gate.address(), 1, 0)
+            }
+            .unwrap();
+        }
+        let ready = Event::new(&context).unwrap();
+        ready.record(&producer).unwrap();
+        // SAFETY: the event was recorded and lives until the end of this block.
+        let after = unsafe { EventRef::from_raw(ready.as_raw().cast()) };
+        let args = DispatchArgs::new(round.x.view(), round.ids.view()).without_counts();
+        let got = buffer.dispatch(args.stream(consumer.borrow()).after(after)).unwrap();
+        // On the buffer's own stream, and yet after the dispatch.
+        let args = CombineArgs::new(got.x(), got.handle(), round.out.view_mut());
+        let sum = buffer.combine(args).unwrap();
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!got.event().is_complete().unwrap() && !sum.is_complete().unwrap());
+        let error = sum.wait(Duration::from_millis(10)).unwrap_err();
+        assert!(matches!(error, Error::StillRunning { .. }), "{error}");
+        gate.set(1);
+        sum.wait(LONG).unwrap();
+        assert!(got.event().is_complete().unwrap());
+        assert_eq!(round.out.read::<bf16>(buffer), expected(rank, 7));
+        drop(got);
+    });
+}
+
+/// Kernels move rows in bulk: an address that they can't is refused, and the next call works.
+#[test]
+fn rows_that_start_at_odd_addresses_are_refused() {
+    on_gpu("rows_that_start_at_odd_addresses_are_refused", |buffer| {
+        let mut round = Round::new(buffer);
+        let shifted = |view: TensorRef<'_>| {
+            let (address, space) = (view.address() + 8, view.space());
+            // SAFETY: one row less than there is, so that it ends inside the tensor; and it is refused.
+            unsafe {
+                TensorRef::from_raw(address, space, DType::Bf16, [TOKENS - 1, HIDDEN], [HIDDEN as isize, 1])
+            }
+            .unwrap()
+        };
+        if buffer.rank() == 0 {
+            let args =
+                DispatchArgs::new(shifted(round.x.view()), round.ids.part(DType::I64, TOKENS - 1, TOPK));
+            let error = buffer.dispatch(args).unwrap_err();
+            assert!(matches!(error, Error::Tensor { tensor: "x", .. }), "{error}");
+            assert!(error.to_string().contains("multiples of 16 bytes"), "{error}");
+        }
+        let got = buffer.dispatch(DispatchArgs::new(round.x.view(), round.ids.view())).unwrap();
+        let args = CombineArgs::new(got.x(), got.handle(), round.out.view_mut());
+        buffer.combine(args).unwrap().wait(LONG).unwrap();
+        assert_eq!(round.out.read::<bf16>(buffer), expected(buffer.rank(), 0));
+        drop(got);
+    });
+}
+
+/// Dropping a buffer whose kernels still wait gives nothing back that they use, and waits for nobody.
+#[test]
+fn dropping_a_buffer_waits_for_nobody() {
+    let Some(side) = Side::gpu("dropping_a_buffer_waits_for_nobody") else { return };
+    let timeout = Duration::from_secs(2);
+    on_threads(RANKS, LONG, |bootstrap| {
+        let rank = bootstrap.rank();
+        let builder =
+            ElasticBuffer::builder().max_tokens_per_rank(TOKENS).experts(EXPERTS).topk(1).hidden(HIDDEN);
+        let shared = std::sync::Arc::new(bootstrap);
+        let mut buffer = builder.timeout(timeout).backend(side.backend).build(shared.clone()).unwrap();
+        if rank == 0 {
+            // Rank 1 does not come.
+            let arrived = buffer.barrier().unwrap();
+            let start = std::time::Instant::now();
+            drop(buffer);
+            assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+            // The kernel ends by itself, and says who was missing.
+            let error = arrived.wait(LONG).unwrap_err();
+            assert!(matches!(&error, Error::PeerTimeout { missing, .. } if *missing == [1]), "{error}");
+            shared.barrier().unwrap();
+        } else {
+            shared.barrier().unwrap();
+            drop(buffer);
+        }
+    });
+}

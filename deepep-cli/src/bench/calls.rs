@@ -56,8 +56,10 @@ impl<'a> Calls<'a> {
         let sets = (0..ROUNDS as u64)
             .map(|round| {
                 let words = part.scales_by_token(round);
-                let scales =
-                    if words.is_empty() { None } else { Some(place.block_of(bytemuck::cast_slice(&words))?) };
+                let scales = match job.scale_packs() {
+                    0 => None,
+                    _ => Some(place.block_of(bytemuck::cast_slice(&words))?),
+                };
                 Ok(Set { x: place.block_of(&part.own_rows(round))?, scales, y: None })
             })
             .collect::<Result<_, RankError>>()?;

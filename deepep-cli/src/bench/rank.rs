@@ -87,7 +87,7 @@ impl RankError {
 impl Run {
     /// The operations that are timed in a setting. Combine always moves BF16, and is timed once.
     pub fn operations_of(&self, setting: &Setting, settings: &[Setting]) -> Vec<Operation> {
-        let bf16 = settings.iter().any(|s| Setting { dtype: Precision::Bf16, ..*setting } == *s);
+        let bf16 = settings.contains(&Setting { dtype: Precision::Bf16, ..*setting });
         let elsewhere = bf16 && setting.dtype != Precision::Bf16;
         self.operations.iter().copied().filter(|&o| !(elsewhere && o == Operation::Combine)).collect()
     }

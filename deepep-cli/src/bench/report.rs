@@ -150,12 +150,14 @@ impl Outcome {
         if let Some(what) = wrong {
             return Self::Wrong(what.clone());
         }
-        let failed = ranks.iter().enumerate().find_map(|(rank, part)| match part {
+        // The first to fail is not always the first to say so.
+        let failed = ranks.iter().enumerate().filter_map(|(rank, part)| match part {
             Part::Failed(what) => Some(format!("rank {rank}: {what}")),
             _ => None,
         });
-        if let Some(what) = failed {
-            return Self::Failed(what);
+        let failed: Vec<String> = failed.collect();
+        if !failed.is_empty() {
+            return Self::Failed(failed.join("; "));
         }
         let skipped = ranks.iter().find_map(|p| if let Part::Skipped(why) = p { Some(why) } else { None });
         if let Some(why) = skipped {
@@ -228,6 +230,8 @@ impl Report {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench::machine::DeviceInfo;
+    use crate::bench::plan::{Layout, Precision};
 
     fn samples(single: &[f64], bytes_in: u64) -> Part {
         Part::Timed(Samples {
@@ -258,6 +262,92 @@ mod tests {
         assert!((times.times_bound.unwrap() - 2.0).abs() < 1e-9);
         let Outcome::Timed(times) = Outcome::of(&ranks, &ceilings, true) else { panic!() };
         assert_eq!((times.bound_us, times.of_stores), (None, None));
+    }
+
+    /// Names of all fields: `a.b` for b inside of a, `[]` for lists.
+    fn fields(value: &serde_json::Value, path: &str, found: &mut Vec<String>) {
+        match value {
+            serde_json::Value::Object(map) => {
+                for (name, inner) in map {
+                    let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
+                    found.push(path.clone());
+                    fields(inner, &path, found);
+                }
+            }
+            serde_json::Value::Array(list) => {
+                list.iter().for_each(|inner| fields(inner, &format!("{path}[]"), found));
+            }
+            _ => {}
+        }
+    }
+
+    #[test]
+    fn the_form_is_the_one_that_readers_know() {
+        let first = Ceiling { sms: Some(8), row_bytes: Some(7168), ..ceiling(Kind::BulkStores, 350.0) };
+        let quantiles = Quantiles { p10: 1.0, p50: 2.0, p90: 3.0 };
+        let setting = Setting {
+            shape: "7168,8,256".parse().unwrap(),
+            routing: "uniform".to_owned().try_into().unwrap(),
+            tokens: 4096,
+            dtype: Precision::Fp8,
+            layout: Layout::Expanded,
+            sms: Some(16),
+        };
+        let times = Times {
+            end_to_end_us: quantiles,
+            kernel_us: Some(1.0),
+            host_us: Some(quantiles),
+            chained_us: Some(1.0),
+            wire_bytes: 1,
+            wire_gb_per_second: 1.0,
+            of_stores: Some(0.5),
+            of_copy_engine: Some(0.5),
+            bound_us: Some(1.0),
+            times_bound: Some(2.0),
+            symmetric_bytes: 1,
+        };
+        let text = String::new;
+        let outcomes = [
+            Outcome::Timed(times),
+            Outcome::Wrong(text()),
+            Outcome::Failed(text()),
+            Outcome::Skipped(text()),
+        ];
+        let entry = |outcome| Entry { setting, operation: Operation::Graph, outcome };
+        let mut machine = Machine::find(false);
+        machine.devices.push(DeviceInfo::default());
+        let report = Report {
+            schema: SCHEMA,
+            date: text(),
+            command: text(),
+            machine,
+            method: Method {
+                backend: text(),
+                ranks: 2,
+                ranks_per_device: 1,
+                processes: true,
+                iterations: 1,
+                flush_from_tokens: 512,
+                seed: 1,
+            },
+            notes: vec![text()],
+            ceilings: vec![first],
+            drift: vec![Drift { first, later: vec![340.0], percent: 2.9 }],
+            results: outcomes.map(entry).into(),
+        };
+        assert!(!report.good());
+        assert_eq!(
+            report.drifted(),
+            ["bulk stores to peers, 8 SMs: 350.00 GB/s at first, 340.00 GB/s later, 2.9 % apart"]
+        );
+        let value = serde_json::to_value(&report).unwrap();
+        assert_eq!(serde_json::from_value::<Report>(value.clone()).unwrap(), report);
+        let mut found = Vec::new();
+        fields(&value, "", &mut found);
+        found.sort();
+        found.dedup();
+        let known: Vec<&str> = include_str!("../../tests/bench-fields.txt").lines().collect();
+        assert_eq!(found, known, "a changed form has a new SCHEMA, and bench-fields.txt");
     }
 
     #[test]

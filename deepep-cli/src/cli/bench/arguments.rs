@@ -160,6 +160,14 @@ pub(super) struct Plan {
     pub(super) notes: Vec<String>,
 }
 
+impl Plan {
+    /// How long ranks wait for each other between calls: longer than any call, after which all tell each other how it went, and than the
+    /// comparison of a large result.
+    pub(super) fn patience(&self) -> Duration {
+        2 * self.run.timeout + Duration::from_secs(30)
+    }
+}
+
 impl Arguments {
     pub(super) fn plan(&self, devices: &Devices) -> Result<Plan, Failure> {
         let cuda = match self.backend.kind() {

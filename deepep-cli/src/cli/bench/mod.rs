@@ -76,7 +76,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
 fn child(arguments: &Arguments, plan: &Plan, rank: usize) -> Result<ExitCode, Failure> {
     let section = arguments.section.and_then(|number| plan.sections.get(number));
     let section = section.ok_or("--section: there is no such part of the plan")?;
-    let (ranks, port, timeout) = (plan.ranks, arguments.store_port, plan.run.timeout);
+    let (ranks, port, timeout) = (plan.ranks, arguments.store_port, plan.patience());
     let seat = workers::Seat { rank, ranks, port, timeout };
     workers::child(&seat, |bootstrap, progress| plan.run.rank(bootstrap, section, progress))?;
     Ok(ExitCode::SUCCESS)
@@ -95,7 +95,7 @@ fn measure_section(
     devices: usize,
     bar: &ProgressBar,
 ) -> Result<Vec<Entry>, Failure> {
-    let (ranks, timeout) = (plan.ranks, plan.run.timeout);
+    let (ranks, timeout) = (plan.ranks, plan.patience());
     let parts: Vec<Result<Vec<Part>, String>> = if plan.threads {
         workers::threads(ranks, timeout, |bootstrap| plan.run.rank(bootstrap, section, |_| bar.inc(1)))?
     } else {

@@ -1,0 +1,214 @@
+//! `deepep bench` on the host backend: the whole harness, its report, and its refusal to time what is wrong.
+
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use deepep_cli::bench::plan::{Layout, Operation, Precision};
+use deepep_cli::bench::report::{Outcome, Report, SCHEMA};
+use serde_json::Value;
+
+const SMALL: &[&str] =
+    &["bench", "--backend", "host", "--shapes", "256,4,16", "--tokens", "5", "--iterations", "3"];
+
+fn bench(more: &[&str]) -> Output {
+    let arguments = [SMALL, more].concat();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_deepep"));
+    command.args(arguments).stdin(Stdio::null()).output().expect("starting deepep")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).expect("UTF-8")
+}
+
+fn json(more: &[&str]) -> (Option<i32>, Value, Report) {
+    let output = bench(&[more, &["--json", "-"]].concat());
+    let out = text(&output.stdout);
+    let value = serde_json::from_str(&out).unwrap_or_else(|e| panic!("{e}: {out}\n{}", text(&output.stderr)));
+    let report = serde_json::from_str(&out).unwrap_or_else(|e| panic!("{e}: {out}"));
+    (output.status.code(), value, report)
+}
+
+/// Names of all fields, as readers of the file know them: `a.b` for b inside of a, `[]` for lists.
+fn fields(value: &Value, path: &str, found: &mut Vec<String>) {
+    match value {
+        Value::Object(map) => {
+            for (name, inner) in map {
+                let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
+                found.push(path.clone());
+                fields(inner, &path, found);
+            }
+        }
+        Value::Array(list) => list.iter().for_each(|inner| fields(inner, &format!("{path}[]"), found)),
+        _ => {}
+    }
+}
+
+#[test]
+fn the_report_is_complete_and_consistent() {
+    let (code, value, report) =
+        json(&["--ranks", "4", "--shapes", "128,2,8", "--routings", "uniform,hot,idle:1"]);
+    assert_eq!((code, report.schema), (Some(0), SCHEMA));
+    assert_eq!(
+        (report.method.backend.as_str(), report.method.ranks, report.method.iterations),
+        ("host", 4, 3)
+    );
+    assert!(report.command.starts_with("deepep bench --backend host"), "{}", report.command);
+    assert!(report.notes.iter().any(|note| note.contains("times of the host backend")), "{:?}", report.notes);
+    assert!(report.ceilings.is_empty() && report.drift.is_empty());
+    assert!(report.good());
+    // Two shapes, three routings, two layouts; combine only with BF16.
+    assert_eq!(report.results.len(), 2 * 3 * 2 * (4 + 5));
+    for entry in &report.results {
+        let times = match &entry.outcome {
+            Outcome::Timed(times) => times,
+            Outcome::Skipped(why) if entry.operation == Operation::Graph => {
+                assert_eq!(why, "the host backend has no graphs");
+                continue;
+            }
+            other => panic!("{:?}: {other:?}", entry.setting),
+        };
+        let t = times.end_to_end_us;
+        assert!(t.p10 > 0.0 && t.p10 <= t.p50 && t.p50 <= t.p90, "{entry:?}");
+        assert!((times.wire_gb_per_second - times.wire_bytes as f64 / t.p50 / 1e3).abs() < 1e-9);
+        assert!(times.symmetric_bytes > 0 && times.bound_us.is_none() && times.host_us.is_none());
+    }
+    let mut found = Vec::new();
+    fields(&value, "", &mut found);
+    let known: Vec<&str> = include_str!("bench-fields.txt").lines().collect();
+    for field in found {
+        assert!(
+            known.contains(&field.as_str()),
+            "{field}: a changed form has a new SCHEMA, and bench-fields.txt"
+        );
+    }
+}
+
+#[test]
+fn bytes_on_the_wire_are_those_of_the_routing() {
+    // All tokens choose four experts of rank 0: rank 1 sends it 5 rows and gets none.
+    let (_, _, report) =
+        json(&["--ranks", "2", "--routings", "hot", "--operations", "dispatch,combine,pair"]);
+    for entry in &report.results {
+        let Outcome::Timed(times) = &entry.outcome else { panic!("{entry:?}") };
+        let row = match entry.setting.dtype {
+            Precision::Fp8 => 256 + 2 * 4,
+            Precision::Bf16 => 512,
+        };
+        let expected = match entry.operation {
+            Operation::Dispatch => 5 * row,
+            Operation::Combine => 5 * 512,
+            // One way the rows, the other way the sums: the busier way counts.
+            Operation::Pair => 5 * 512,
+            other => panic!("{other} was not asked for"),
+        };
+        assert_eq!(times.wire_bytes, expected, "{entry:?}");
+    }
+}
+
+#[test]
+fn wrong_results_have_no_times() {
+    for late in [&[][..], &["--plant-late"]] {
+        for threads in [&[][..], &["--threads"]] {
+            let fault = [
+                &["--ranks", "2", "--plant-fault", "1", "--operations", "dispatch,combine,pair"],
+                late,
+                threads,
+            ]
+            .concat();
+            let (code, value, report) = json(&fault);
+            assert_eq!(code, Some(1), "{value:#}");
+            assert!(!report.good());
+            assert!(!report.results.is_empty());
+            for entry in &report.results {
+                assert!(matches!(entry.outcome, Outcome::Wrong(_)), "{entry:?}");
+            }
+            assert!(!value["results"].to_string().contains("_us"), "a time got out: {value:#}");
+            let output = bench(&fault);
+            let out = text(&output.stdout);
+            assert_eq!(output.status.code(), Some(1));
+            assert!(out.lines().last().unwrap().starts_with("not verified: "), "{out}");
+            assert!(out.contains("WRONG") && !out.contains("GB/s  0"), "{out}");
+        }
+    }
+}
+
+#[test]
+fn tables_say_what_they_are() {
+    let output = bench(&["--dtypes", "bf16", "--layouts", "plain"]);
+    let out = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{out}{}", text(&output.stderr));
+    assert!(out.starts_with("note: these are times of the host backend"), "{out}");
+    assert!(out.contains("nothing about GPUs"), "{out}");
+    for text in
+        ["hidden 256, top-4 of 16 experts; routing: uniform", "dispatch, cached", "combine", "skipped [1]"]
+    {
+        assert!(out.contains(text), "{text}: {out}");
+    }
+    assert!(out.lines().last().unwrap().starts_with("verified: 4 operations"), "{out}");
+}
+
+#[test]
+fn files_are_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let (json, svg) = (path("run.json"), path("run.svg"));
+    let output = bench(&["--tokens", "2", "--json", &json, "--svg", &svg, "--threads"]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let report: Report = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    assert!(!report.method.processes);
+    assert_eq!(report.results[0].setting.layout, Layout::Plain);
+    let drawn = std::fs::read_to_string(&svg).unwrap();
+    assert!(drawn.starts_with("<svg ") && drawn.contains("FP8 expanded"), "{drawn}");
+    let output = bench(&["--json", "/no/such/folder/run.json"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("writing /no/such/folder/run.json: "), "{}", text(&output.stderr));
+}
+
+#[test]
+fn a_trace_is_a_section_of_its_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("t.jsonl");
+    let mut lines = vec![r#"{"type":"meta","top_k":2,"num_experts":6,"hidden":64}"#.to_owned()];
+    lines.extend(
+        (0..7).map(|i| format!(r#"{{"type":"route","layer":0,"topk_ids":[{},{}]}}"#, i % 6, (i + 3) % 6)),
+    );
+    std::fs::write(&path, lines.join("\n")).unwrap();
+    let trace = ["--trace", path.to_str().unwrap(), "--ranks", "4", "--operations", "pair"];
+    let (code, _, report) = json(&trace);
+    assert_eq!(code, Some(0), "{report:?}");
+    let last = report.results.last().unwrap();
+    assert_eq!((last.setting.shape.hidden, last.setting.shape.experts, last.setting.tokens), (64, 8, 2));
+    assert_eq!(last.setting.routing.to_string(), "trace");
+    assert!(report.notes.iter().any(|note| note.contains("padded to 8")), "{:?}", report.notes);
+}
+
+#[test]
+fn what_can_not_work_is_said_before_anything_starts() {
+    for (more, expected) in [
+        (&["--ranks", "3"][..], "16 experts are no multiple of 3 ranks"),
+        (&["--shapes", "30,4,16"], "must be a multiple of 16"),
+        (&["--shapes", "256,4"], "expected hidden,topk,experts"),
+        (&["--routings", "idle:2"], "--routings idle:2: there are 2 ranks"),
+        (&["--trace", "/no/such.jsonl"], "reading /no/such.jsonl"),
+        (&["--timeout=-1"], "--timeout -1"),
+        (&["--quick", "--full"], "cannot be used with"),
+        (&["--operations", "sing"], "invalid value"),
+    ] {
+        // A later value of an option can't replace an earlier one: leave out what is repeated.
+        let mut arguments: Vec<&str> = SMALL.to_vec();
+        if let Some(at) = arguments.iter().position(|a| *a == more[0]) {
+            arguments.drain(at..at + 2);
+        }
+        arguments.extend(more);
+        let output = Command::new(env!("CARGO_BIN_EXE_deepep")).args(&arguments).output().unwrap();
+        let err = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {err}");
+        assert!(err.contains(expected), "{arguments:?}: {err}");
+    }
+    if !Path::new("/dev/nvidiactl").exists() {
+        let output =
+            Command::new(env!("CARGO_BIN_EXE_deepep")).args(["bench", "--backend", "cuda"]).output().unwrap();
+        assert_eq!(output.status.code(), Some(2));
+        assert!(text(&output.stderr).contains("--backend cuda: no CUDA driver"), "{}", text(&output.stderr));
+    }
+}

@@ -18,7 +18,7 @@ use crate::handle::{Dispatched, Handle, SlotKind, Slots};
 use crate::layout::{HeapLayout, IndexWidth, ScaleOrder};
 use crate::ops::{CombineArgs, DispatchArgs};
 use crate::stream::{Event, EventRef, StreamRef};
-use crate::symmetric::{self, Heap, Request};
+use crate::symmetric::{self, Heap, Registrar, Request};
 use crate::tensor::DType;
 
 /// What results and handles keep alive.
@@ -217,6 +217,16 @@ impl ElasticBuffer {
     /// [`StillRunning`](Error::StillRunning) if the time is up, [`Vmm`](Error::Vmm) if the device failed; that of an operation that failed.
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
         self.shared.backend.synchronize(timeout)
+    }
+
+    /// Takes the heap in with another library: with a communicator of `nccl-gin`, as an NCCL [window](crate::symmetric::HeapWindow), for kernels that
+    /// put and signal by NCCL's handles. Collective. What comes of it keeps the memory alive, and is closed before the communicator is.
+    ///
+    /// # Errors
+    /// What the library refuses, on any rank. The buffer can be used as before.
+    pub fn register<R: Registrar>(&mut self, with: &R) -> Result<R::Registration> {
+        self.check()?;
+        with.register(&self.shared.heap, &*self.bootstrap)
     }
 
     /// Waits until every rank has come here and its work has run, then gives the memory back (results and handles that still exist

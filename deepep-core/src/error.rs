@@ -246,6 +246,10 @@ pub enum Error {
     #[error(transparent)]
     Vmm(#[from] cuda_vmm::Error),
 
+    /// NCCL, or what goes with it, refused something.
+    #[error(transparent)]
+    Nccl(#[from] nccl_gin::Error),
+
     /// A kernel could not be compiled.
     #[error(transparent)]
     Jit(#[from] crate::jit::JitError),

@@ -283,6 +283,15 @@ impl Communicator {
         self.begin_register(memory, flags)?.wait()
     }
 
+    /// Checks what [`Communicator::register`] checks before any rank waits in NCCL. Local: ranks that first tell each other the outcome do
+    /// not wait for one that would not come.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] or [`Error::Unsupported`].
+    pub fn check_memory(&self, memory: &dyn WindowMemory, flags: WindowFlags) -> Result<()> {
+        Window::check(&self.inner, memory, flags)
+    }
+
     /// Begins to make a window of memory.
     ///
     /// # Errors

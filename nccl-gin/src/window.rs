@@ -86,11 +86,7 @@ impl Window {
         let (buffer, length) = (memory.address().as_ptr(), memory.len());
         let address = buffer as usize;
         let attempt = format!("registering {length} bytes at {address:#x} on {}", inner.name());
-        check_flags(flags, inner.nccl.version())?;
-        {
-            let _current = inner.device.enter()?;
-            segments::check(&inner.device, inner.nccl.generation(), address, length)?;
-        }
+        Self::check(inner, &*memory, flags)?;
         let output = Output::new();
         let pointer = output.0;
         let what = attempt.clone();
@@ -139,6 +135,14 @@ impl Window {
                 })
             },
         )
+    }
+
+    /// Whether NCCL can make a window of memory, as far as that can be told without it.
+    pub(crate) fn check(inner: &Inner, memory: &dyn WindowMemory, flags: WindowFlags) -> Result<()> {
+        check_flags(flags, inner.nccl.version())?;
+        let address = memory.address().as_ptr() as usize;
+        let _current = inner.device.enter()?;
+        segments::check(&inner.device, inner.nccl.generation(), address, memory.len())
     }
 
     /// The handle, which kernels take: an address of the device.

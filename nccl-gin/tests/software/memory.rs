@@ -87,7 +87,7 @@ fn without_host_memory() {
 fn with_a_stride() {
     let fake = Fake::new(23203);
     let comm = fake.comm();
-    assert!(crate::fake::cuda::MEMORY < 12 << 30);
+    const { assert!(crate::fake::cuda::MEMORY < 12 << 30) };
     let window = comm.register(fake.memory(&[(12 << 30, Kind::Host)]), WindowFlags::empty()).unwrap();
     window.close().unwrap();
     let long = fake.memory(&[((12 << 30) + MIB2, Kind::Host)]);

@@ -16,12 +16,12 @@ use crate::routing::Routing;
 #[non_exhaustive]
 pub enum TraceError {
     /// The file can't be read.
-    #[error("reading {path}: {source}")]
+    #[error("reading {path}: {cause}")]
     Io {
         /// The file.
         path: PathBuf,
         /// What came back.
-        source: std::io::Error,
+        cause: std::io::Error,
     },
     /// A line is broken.
     #[error("{path}, line {line}: {problem}")]
@@ -76,7 +76,7 @@ impl Trace {
     /// # Errors
     /// [`TraceError`], with the line for JSON lines.
     pub fn read(path: &Path, layer: Option<i64>) -> Result<Self, TraceError> {
-        let file = File::open(path).map_err(|source| TraceError::Io { path: path.into(), source })?;
+        let file = File::open(path).map_err(|cause| TraceError::Io { path: path.into(), cause })?;
         if path.extension().is_some_and(|e| e == "safetensors") {
             read_safetensors(file, path)
         } else {
@@ -181,7 +181,7 @@ fn finish(mut trace: Trace, experts: Option<usize>, path: &Path) -> Result<Trace
 fn read_safetensors(mut file: File, path: &Path) -> Result<Trace, TraceError> {
     let bad = |problem: String| TraceError::File { path: path.into(), problem };
     let mut bytes = Vec::new();
-    file.read_to_end(&mut bytes).map_err(|source| TraceError::Io { path: path.into(), source })?;
+    file.read_to_end(&mut bytes).map_err(|cause| TraceError::Io { path: path.into(), cause })?;
     let (_, header) = SafeTensors::read_metadata(&bytes).map_err(|e| bad(e.to_string()))?;
     let tensors = SafeTensors::deserialize(&bytes).map_err(|e| bad(e.to_string()))?;
     let told = |key: &str| header.metadata().as_ref().and_then(|m| m.get(key)).map(String::as_str);

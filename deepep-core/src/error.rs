@@ -255,18 +255,18 @@ pub enum Error {
     Jit(#[from] crate::jit::JitError),
 
     /// The operating system refused something.
-    #[error("{attempted}: {source}")]
+    #[error("{attempted}: {cause}")]
     Io {
         /// What was attempted.
         attempted: String,
         /// What came back.
-        source: io::Error,
+        cause: io::Error,
     },
 }
 
 impl Error {
-    pub(crate) fn io(attempted: impl Into<String>, source: impl Into<io::Error>) -> Self {
-        Self::Io { attempted: attempted.into(), source: source.into() }
+    pub(crate) fn io(attempted: impl Into<String>, cause: impl Into<io::Error>) -> Self {
+        Self::Io { attempted: attempted.into(), cause: cause.into() }
     }
 
     pub(crate) fn protocol(from: impl Into<String>, problem: impl Into<String>) -> Self {

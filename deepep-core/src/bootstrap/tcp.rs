@@ -187,7 +187,7 @@ fn gather_remote(
             .ok_or_else(|| Error::protocol(from, "the gathered contributions don't parse")),
         Ok((Kind::Failed, payload)) => Err(parse_failure(&payload, from).into_error(PHASE, rank)),
         Ok((kind, _)) => Err(Error::protocol(from, format!("answered a contribution with {kind:?}"))),
-        Err(Error::Io { source, .. }) if is_timeout(&source) => Err(Error::PeerTimeout {
+        Err(Error::Io { cause, .. }) if is_timeout(&cause) => Err(Error::PeerTimeout {
             phase: PHASE.into(),
             rank,
             missing: vec![0],
@@ -195,7 +195,7 @@ fn gather_remote(
             expected: None,
             seen: None,
         }),
-        Err(Error::Io { source, .. }) => Err(left(source)),
+        Err(Error::Io { cause, .. }) => Err(left(cause)),
         Err(other) => Err(other),
     }
 }

@@ -122,7 +122,7 @@ impl Communicator {
     /// hold for what they begin.
     ///
     /// # Errors
-    /// NCCL's error if the communicator does not tell its rank and size.
+    /// NCCL's error if the communicator does not tell its rank and size; it is then the caller's as before.
     ///
     /// # Safety
     /// `comm` must be a communicator of `nccl` on `device` that has been created completely, and nobody else may use or destroy it.
@@ -132,16 +132,8 @@ impl Communicator {
         comm: *mut ncclComm,
         config: &Config,
     ) -> Result<Self> {
-        let attempt = || format!("taking over the communicator {comm:p}");
-        let (mut rank, mut size) = (0, 0);
-        // SAFETY: the caller's communicator is alive, and the outputs are valid for one write each.
-        let results =
-            unsafe { (nccl.ncclCommUserRank(comm, &mut rank)?, nccl.ncclCommCount(comm, &mut size)?) };
-        library::check(nccl, Function::ncclCommUserRank, results.0, attempt)?;
-        library::check(nccl, Function::ncclCommCount, results.1, attempt)?;
-        let (rank, size) = (rank.cast_unsigned(), size.cast_unsigned());
-        check_ranks(size, rank)?;
-        Ok(Self { inner: Inner::new(nccl, device, comm, (rank, size), config.operation_timeout(), None) })
+        let place = place(nccl, comm, &|| format!("taking over the communicator {comm:p}"))?;
+        Ok(Self { inner: Inner::new(nccl, device, comm, place, config.operation_timeout(), None) })
     }
 
     pub(crate) fn from_inner(inner: &Arc<Inner>) -> Self {
@@ -333,6 +325,18 @@ impl fmt::Debug for Communicator {
             .field("device", self.device())
             .finish_non_exhaustive()
     }
+}
+
+/// Rank and size, as a communicator that is complete tells them.
+fn place(nccl: &Nccl, comm: ncclComm_t, attempt: &dyn Fn() -> String) -> Result<(u32, u32)> {
+    let (mut rank, mut size) = (0, 0);
+    // SAFETY: the callers have a communicator that is alive, and the outputs are valid for one write each.
+    let results = unsafe { (nccl.ncclCommUserRank(comm, &mut rank)?, nccl.ncclCommCount(comm, &mut size)?) };
+    library::check(nccl, Function::ncclCommUserRank, results.0, attempt)?;
+    library::check(nccl, Function::ncclCommCount, results.1, attempt)?;
+    let (rank, size) = (rank.cast_unsigned(), size.cast_unsigned());
+    check_ranks(size, rank)?;
+    Ok((rank, size))
 }
 
 /// A rank below a size that C's `int` holds.

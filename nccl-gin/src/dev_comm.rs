@@ -4,6 +4,7 @@ use crate::bytes::Bytes;
 use crate::communicator::inner::{Inner, Leftover};
 use crate::environment::multicast_disabled_by;
 use crate::error::{Error, Result};
+use crate::hint::NO_SYMMETRIC_MEMORY;
 use crate::pending::Pending;
 use crate::properties::Support;
 use crate::requirements::{DEV_COMM_CAPACITY, DevCommRequirements, Limits};
@@ -92,6 +93,7 @@ impl DevComm {
         let limits = Limits { support, multicast_off: multicast_disabled_by() };
         let encoded = requirements.encode(&inner.nccl, &limits)?;
         let attempt = format!("creating a device communicator on {}", inner.name());
+        let what = attempt.clone();
         let output = Output::new();
         let pointer: *mut ncclDevComm_t = output.0.cast();
         let (version, size) = (encoded.version, encoded.dev_comm_size);
@@ -105,6 +107,15 @@ impl DevComm {
             |nccl, comm| unsafe { nccl.ncclDevCommCreate(comm, encoded.as_ptr(), pointer) },
             move |inner| {
                 let block = output.take();
+                if block.as_slice()[..size].iter().all(|&byte| byte == 0) {
+                    // There is nothing to give back.
+                    return Err(Error::Nothing {
+                        attempt: what,
+                        function: Function::ncclDevCommCreate,
+                        missing: "device communicator",
+                        advice: NO_SYMMETRIC_MEMORY,
+                    });
+                }
                 // A newer library's own layout starts as that of the newest generation.
                 let generation = Generation::of(version).unwrap_or_else(|| inner.nccl.generation());
                 let info = DevCommInfo::decode(&block, generation);

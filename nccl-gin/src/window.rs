@@ -110,7 +110,7 @@ impl Window {
                     return Err(nothing());
                 }
                 let geometry = if inner.nccl.generation() <= Generation::V2_28 {
-                    match window_2_28::Geometry::read(&inner.device, raw, inner.timeout) {
+                    match window_2_28::Geometry::read(&inner.device, raw, inner.size, inner.timeout) {
                         Ok(geometry) => Some(geometry),
                         Err(error) => {
                             // Where windows are not supported 2.28 hands out something else, to be given back the same way.

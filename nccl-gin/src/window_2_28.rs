@@ -24,9 +24,11 @@ pub(crate) struct Geometry {
 
 impl Geometry {
     /// Reads a window's struct. `Err(None)` if the handle is no window: without symmetric memory 2.28 hands out something else.
+    /// `ranks` is the most that the LSA team may have.
     pub(crate) fn read(
         device: &Device,
         window: ncclWindow_t,
+        ranks: u32,
         timeout: Duration,
     ) -> Result<Self, Option<Error>> {
         let current = device.enter()?;
@@ -45,10 +47,16 @@ impl Geometry {
         let prefix = copy(device, window, timeout)?;
         drop(current);
         let geometry = Self::decode(&prefix);
-        if geometry.base == 0 || geometry.stride == 0 {
+        if geometry.base == 0 || geometry.stride == 0 || geometry.end(ranks).is_none() {
             return Err(None);
         }
         Ok(geometry)
+    }
+
+    /// Where the memory of so many ranks ends, if that is an address.
+    fn end(&self, ranks: u32) -> Option<usize> {
+        let units = (ranks as usize).checked_mul(self.stride as usize)?;
+        self.base.checked_add(units.checked_mul(1 << 32)?)
     }
 
     fn decode(prefix: &[u8; PREFIX]) -> Self {
@@ -61,7 +69,7 @@ impl Geometry {
         }
     }
 
-    /// Address of byte `offset` of LSA rank `peer`'s memory.
+    /// Address of byte `offset` of LSA rank `peer`'s memory. No rank is beyond those that were read for, and no offset beyond their distance.
     pub(crate) fn address(&self, peer: u32, offset: usize) -> usize {
         self.base + ((peer as usize * self.stride as usize) << 32) + offset
     }
@@ -124,6 +132,8 @@ mod tests {
         let geometry = Geometry::decode(&prefix);
         assert_eq!(geometry, Geometry { base: 0x7000_0020_0000, stride: 32 });
         assert_eq!(geometry.address(0, 5), 0x7000_0020_0005);
+        assert_eq!(geometry.end(8), Some(0x7000_0020_0000 + 8 * (128 << 30)));
+        assert_eq!(Geometry { base: 1, stride: u32::MAX }.end(2), None, "no struct of a window");
         // Two ranks of 128 GiB on.
         assert_eq!(geometry.address(2, 0), 0x7000_0020_0000 + 2 * (128 << 30));
     }

@@ -1,7 +1,7 @@
 //! Communicators that are made from others.
 
 use super::inner::Inner;
-use super::{Communicator, check_ranks};
+use super::{Communicator, check_ranks, place};
 use crate::config::{Config, EncodedConfig};
 use crate::device::Device;
 use crate::environment;
@@ -262,7 +262,7 @@ impl Communicator {
 
 const NO_CHILD: &str = "NCCL_DEBUG=WARN says more";
 
-/// The communicator of a finished operation.
+/// The communicator of a finished operation. One that does not tell its place is given back.
 fn adopt(
     nccl: &Nccl,
     device: &Device,
@@ -270,17 +270,18 @@ fn adopt(
     timeout: Duration,
     attempt: &str,
 ) -> Result<Communicator> {
-    let (mut rank, mut size) = (0, 0);
-    // SAFETY: the operation has ended well, so the communicator is alive; the outputs are valid for one write each.
-    let results = unsafe {
-        (nccl.ncclCommUserRank(output.comm, &mut rank)?, nccl.ncclCommCount(output.comm, &mut size)?)
-    };
-    library::check(nccl, Function::ncclCommUserRank, results.0, || attempt.to_owned())?;
-    library::check(nccl, Function::ncclCommCount, results.1, || attempt.to_owned())?;
-    let (rank, size) = (rank.cast_unsigned(), size.cast_unsigned());
-    check_ranks(size, rank)?;
-    let inner = Inner::new(nccl, device, output.comm, (rank, size), timeout, Some(output.config.into()));
-    Ok(Communicator::from_inner(&inner))
+    let Output { comm, config } = output;
+    match place(nccl, comm, &|| attempt.to_owned()) {
+        Ok(place) => {
+            let inner = Inner::new(nccl, device, comm, place, timeout, Some(config.into()));
+            Ok(Communicator::from_inner(&inner))
+        }
+        Err(error) => {
+            // Its rank and size are of no use to an abort.
+            Inner::new(nccl, device, comm, (0, 1), timeout, Some(config.into())).abort();
+            Err(error)
+        }
+    }
 }
 
 /// `ncclCommGrow`, which itself waits for other ranks, on a thread of its own.

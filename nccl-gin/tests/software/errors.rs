@@ -109,6 +109,15 @@ fn success_with_nothing_is_an_error() {
     );
     nothing("ncclCommShrink");
     contains(&comm.shrink(&[0], Shrink::Default, &Fake::config()).unwrap_err(), &["gave no communicator"]);
+    nothing("ncclDevCommCreate");
+    let error = comm.create_dev_comm(&DevCommRequirements::new()).unwrap_err();
+    contains(&error, &["ncclDevCommCreate succeeded, but gave no device communicator"]);
+    world(|world| {
+        assert!(
+            !world.log.contains(&"ncclDevCommDestroy"),
+            "a block that NCCL has not written is not given to it"
+        );
+    });
     window.close().unwrap();
     comm.close().unwrap();
     fake.finish();
@@ -195,6 +204,11 @@ fn each_call_of_a_communicator_may_fail_and_leaves_it_usable() {
             };
             contains(&error, &[function, "ncclInvalidUsage"]);
         }
+        // A child that does not tell its rank is not left behind.
+        fail("ncclCommUserRank", ncclResult_t::ncclInternalError);
+        let error = comm.split(Some(1), 0, &Fake::config()).map(drop).unwrap_err();
+        contains(&error, &["splitting rank 1 of 2", "ncclCommUserRank failed"]);
+        world(|world| assert_eq!(world.comms.len(), 1));
         fail("ncclCommGetAsyncError", ncclResult_t::ncclInvalidArgument);
         contains(&comm.ready().unwrap_err(), &["ncclCommGetAsyncError failed"]);
 

@@ -285,6 +285,9 @@ unsafe fn fill(version: u32, out: *mut c_void, (rank, size): (i32, i32), (lsa_ra
 }
 
 unsafe extern "C" fn user_rank(comm: ncclComm_t, out: *mut c_int) -> ncclResult_t {
+    if let Some(code) = world(|world| world.fail.remove("ncclCommUserRank")) {
+        return code;
+    }
     // SAFETY: the caller passes a valid pointer.
     unsafe { put(out, world(|world| world.comms[&handle(comm)].rank)) };
     OK

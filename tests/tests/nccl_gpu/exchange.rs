@@ -25,41 +25,56 @@ impl<'a> Plain<'a> {
         Self { module: Module::load(driver, &cubin), driver }
     }
 
-    /// Writes to each peer through its pointer, reads back from there, and checks what the peers wrote here.
-    pub fn exchange(&self, rank: &Rank, window: &Window, name: &str, mut seed: u32) {
+    /// Writes to each peer through its pointer in a window, reads back from there, and checks what the peers wrote here.
+    pub fn exchange(&self, rank: &Rank, window: &Window, name: &str, seed: u32) {
         let team = window.team_lsa();
         assert_eq!((team.size, team.rank), (rank.size, rank.rank), "one host is one LSA team");
-        let mut peers = Peers([0; 8]);
-        for (peer, address) in window.lsa_pointers(0).unwrap().into_iter().enumerate() {
-            peers.0[peer] = address as u64;
+        let addresses = window.lsa_pointers(0).unwrap();
+        for (peer, &address) in addresses.iter().enumerate() {
             assert_eq!(window.peer_pointer(peer as u32, 0).unwrap(), Some(address));
         }
-        let mut distinct = peers.0[..team.size as usize].to_vec();
-        distinct.sort_unstable();
-        distinct.dedup();
-        assert_eq!(
-            distinct.len(),
-            team.size as usize,
-            "each rank's memory has its own address: {distinct:x?}"
-        );
-        let (mut count, mut me) = (team.size, rank.rank);
-        let mut words = (window.len() / 4) as u32 / count;
-        let mut own = window.address() as u64;
+        let addresses: Vec<u64> = addresses.into_iter().map(|address| address as u64).collect();
+        self.through(rank, (&addresses, &addresses), window.address() as u64, window.len(), name, seed);
+    }
+
+    /// Writes to each rank's memory through the first addresses, reads back through the second ones, and checks what the others wrote into
+    /// this rank's memory, at `own`. All of them are `length` bytes of the same memory.
+    pub fn through(
+        &self,
+        rank: &Rank,
+        (to, from): (&[u64], &[u64]),
+        mut own: u64,
+        length: usize,
+        name: &str,
+        mut seed: u32,
+    ) {
+        let peers = |addresses: &[u64]| {
+            let mut distinct = addresses.to_vec();
+            distinct.sort_unstable();
+            distinct.dedup();
+            assert_eq!(distinct.len(), rank.size as usize, "one address a rank: {addresses:x?}");
+            let mut peers = Peers([0; 8]);
+            peers.0[..addresses.len()].copy_from_slice(addresses);
+            peers
+        };
+        let (mut to, mut from) = (peers(to), peers(from));
+        let (mut count, mut me) = (rank.size, rank.rank);
+        let mut words = (length / 4) as u32 / count;
         let wrong = Counter::new(self.driver);
         let mut counter = wrong.address();
         macro_rules! run {
             ($kernel:literal, $($argument:ident),*) => {{
                 let kernel = self.module.kernel($kernel);
                 let mut arguments = [$((&raw mut $argument).cast::<c_void>()),*];
-                // SAFETY: the arguments are those of the kernel in peers.cu, and every slot lies inside the windows, which are open on
-                // all ranks until they have met below.
+                // SAFETY: the arguments are those of the kernel in peers.cu, and every slot lies inside memory that all ranks keep mapped until
+                // they have met below.
                 unsafe { self.module.run(kernel, 16, 256, &mut arguments) };
             }};
         }
         rank.meeting.meet(&format!("{name} open"));
-        run!(c"write_peers", peers, count, me, words, seed);
+        run!(c"write_peers", to, count, me, words, seed);
         rank.meeting.meet(&format!("{name} written"));
-        run!(c"check_peers", peers, count, me, words, seed, counter);
+        run!(c"check_peers", from, count, me, words, seed, counter);
         assert_eq!(wrong.value(), 0, "{name}: words that came back otherwise than they were written");
         run!(c"check_own", own, count, me, words, seed, counter);
         assert_eq!(wrong.value(), 0, "{name}: words that are not what the peers wrote");

@@ -7,4 +7,5 @@ mod communicators;
 mod cycles;
 mod exchange;
 mod faults;
+mod heap;
 mod rank;

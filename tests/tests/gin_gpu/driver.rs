@@ -1,6 +1,6 @@
 //! What the driver's own calls take, which the plugin's data path is made of: the floor under the figures.
 
-use crate::world::World;
+use crate::world::{MIB, World};
 use cuda_vmm_emu::sys::{
     CU_MEMHOSTALLOC_DEVICEMAP, CUmemcpyAttributes, CUmemcpySrcAccessOrder, CUstream, CUstream_flags,
     CUstreamBatchMemOpParams, CUstreamBatchMemOpType, Function,
@@ -42,10 +42,11 @@ impl Probe<'_> {
         unsafe { self.world.gpu.device.driver().cuMemcpyAsync(to, from, length, self.stream) }.unwrap();
     }
 
-    fn batch(&self, to: u64, from: u64, length: usize, count: usize) {
+    /// `overlap` is for a copy engine even inside the device.
+    fn batch(&self, to: u64, from: u64, length: usize, count: usize, overlap: bool) {
         let mut attributes = CUmemcpyAttributes {
             srcAccessOrder: CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
-            flags: 1,
+            flags: overlap.into(),
             ..CUmemcpyAttributes::default()
         };
         let spread = |base: u64| (0..count).map(|index| base + (index * length) as u64).collect::<Vec<_>>();
@@ -112,6 +113,9 @@ fn probe(world: &World, tell: &impl Fn(String)) {
     let device = world.strict_address;
     let mut probe = Probe { world, stream, words: words.cast(), device, sequence: 0 };
     let (to, from, host) = (device + 65_536, device + 1_048_576, words as u64 + 64);
+    let mut plain = 0;
+    // SAFETY: the output is a local; the memory stays until the process ends.
+    unsafe { driver.cuMemAlloc(&mut plain, 2 * MIB) }.unwrap();
     let mut report = |what: &str, calls: &mut dyn FnMut(&mut Probe<'_>)| {
         let (returned, done) = probe.measure(calls);
         tell(format!("driver: {what}: {returned:.1} us to call, {done:.1} us until seen"));
@@ -119,10 +123,6 @@ fn probe(world: &World, tell: &impl Fn(String)) {
     for more in 0..3usize {
         report(&format!("{} words", more + 1), &mut |probe| probe.write(more));
     }
-    report("copy of 8 B inside the device, 2 words", &mut |probe| {
-        probe.copy(to, from, 8);
-        probe.write(1);
-    });
     report("copy of 8 B from the host, 2 words", &mut |probe| {
         probe.copy(to, host, 8);
         probe.write(1);
@@ -131,21 +131,48 @@ fn probe(world: &World, tell: &impl Fn(String)) {
         probe.copy(host, from, 8);
         probe.write(0);
     });
-    if driver.has(Function::cuMemcpyBatchAsync_v2) {
-        for (what, length, count) in [
-            ("1 copy of 8 B", 8, 1),
-            ("2 copies of 8 B", 8, 2),
-            ("16 copies of 8 B", 8, 16),
-            ("1 copy of 64 KiB", 65_536, 1),
-            ("8 copies of 64 KiB", 65_536, 8),
-        ] {
-            report(&format!("batch of {what} inside the device, 2 words"), &mut |probe| {
-                probe.batch(to, from, length, count);
+    for (what, to, from) in [("a window", to, from), ("plain memory", plain, plain + MIB as u64)] {
+        report(&format!("copy of 8 B inside {what}, 2 words"), &mut |probe| {
+            probe.copy(to, from, 8);
+            probe.write(1);
+        });
+        report(&format!("the same by cuMemcpyDtoDAsync inside {what}, 2 words"), &mut |probe| {
+            // SAFETY: both ranges are this process's memory of the device.
+            unsafe { driver.cuMemcpyDtoDAsync(to, from, 8, stream) }.unwrap();
+            probe.write(1);
+        });
+        report(&format!("the same by cuMemcpyPeerAsync inside {what}, 2 words"), &mut |probe| {
+            let context = world.gpu.device.context();
+            // SAFETY: as above, and the context is current.
+            unsafe { driver.cuMemcpyPeerAsync(to, context, from, context, 8, stream) }.unwrap();
+            probe.write(1);
+        });
+    }
+    if !driver.has(Function::cuMemcpyBatchAsync_v2) {
+        return;
+    }
+    for (length, count, overlap) in [
+        (8, 1, true),
+        (8, 2, true),
+        (8, 2, false),
+        (8, 16, true),
+        (8, 16, false),
+        (65_536, 1, true),
+        (65_536, 8, true),
+        (65_536, 8, false),
+    ] {
+        let how = if overlap { "by a copy engine" } else { "as the driver likes" };
+        report(
+            &format!("batch of {count} copies of {length} B inside a window {how}, 2 words"),
+            &mut |probe| {
+                probe.batch(to, from, length, count, overlap);
                 probe.write(1);
-            });
-        }
-        report("batch of 1 copy of 8 B from the host, 2 words", &mut |probe| {
-            probe.batch(to, host, 8, 1);
+            },
+        );
+    }
+    for count in [1, 16] {
+        report(&format!("batch of {count} copies of 8 B from the host, 2 words"), &mut |probe| {
+            probe.batch(to, host, 8, count, true);
             probe.write(1);
         });
     }

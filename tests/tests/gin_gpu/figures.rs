@@ -28,11 +28,35 @@ fn figures_over_tcp() {
     measured("figures::figures_over_tcp", &[("NCCL_GIN_SOFT_TCP", "1")]);
 }
 
+/// What the driver's calls take alone, which all else is made of.
+#[test]
+fn driver_calls() {
+    let test = "figures::driver_calls";
+    if role(test).is_none() && std::env::var_os("GIN_FIGURES").is_none() {
+        return skipped(test, "GIN_FIGURES=1 is not set");
+    }
+    ranks(test, SHAPE, &[], |rank, board| {
+        let world = World::new(rank, SHAPE, board);
+        driver::calls(&world, &|text| eprintln!("gin {text}"));
+        world.close();
+    });
+}
+
 fn measured(test: &str, environment: &[(&str, &str)]) {
     if role(test).is_none() && std::env::var_os("GIN_FIGURES").is_none() {
         return skipped(test, "GIN_FIGURES=1 is not set");
     }
     ranks(test, SHAPE, environment, measure);
+}
+
+/// No processor is needed by the data path: it works where blocks that wait for it hold all of them.
+#[test]
+fn a_crowded_gpu() {
+    ranks("figures::a_crowded_gpu", SHAPE, &[], |rank, board| {
+        let world = World::new(rank, SHAPE, board);
+        crowded(&world, 20, &|text| eprintln!("gin {text}"));
+        world.close();
+    });
 }
 
 fn measure(rank: usize, board: Board) {
@@ -54,7 +78,6 @@ fn measure(rank: usize, board: Board) {
     let rate = copy_engine(&world);
     let route = if SHAPE.shares() { "inside the GPU that both ranks share" } else { "between the GPUs" };
     tell(format!("copy engine, 64 MiB {route}: {rate:.1} GB/s"));
-    driver::calls(&world, &tell);
 
     let modes = [
         "8-byte put with signal",
@@ -149,7 +172,7 @@ fn measure(rank: usize, board: Board) {
             tell(format!("get and flush of {n} bytes: {:.1} us at best", best / 1e3));
         }
     }
-    crowded(&world, longest.min(200), &run, &tell);
+    crowded(&world, longest.min(200), &tell);
     world.close();
 }
 
@@ -162,13 +185,8 @@ fn agree(world: &World, number: u64) -> u64 {
     world.board.word(0).load(Ordering::Acquire)
 }
 
-/// With the GPU full of spinning blocks: half full if ranks share it, and may run beside each other.
-fn crowded(
-    world: &World,
-    count: i32,
-    run: &impl Fn(&str, &str, u32, u32, &mut [*mut std::ffi::c_void]) -> f64,
-    tell: &impl Fn(String),
-) {
+/// With the GPU full of spinning blocks: half full if ranks run on it beside each other.
+fn crowded(world: &World, count: i32, tell: &impl Fn(String)) {
     let driver = world.gpu.device.driver();
     let (mut blocks, mut processors) = (0, 0);
     // SAFETY: outputs are locals; the function belongs to the loaded module.
@@ -182,15 +200,22 @@ fn crowded(
     let address = words.address().as_ptr() as u64;
     world.gpu.zero(address, 64);
     world.meet();
-    let grid = (blocks * processors) as u32 / if SHAPE.shares() { 2 } else { 1 };
+    let grid = (blocks * processors) as u32 / if SHAPE.shares() && mps() { 2 } else { 1 };
     let (w, report) = (world.window.as_raw() as u64, world.gpu.report());
     let mut arguments =
         arguments![w, SRC as u64, DST as u64, 21u32, 0u64, count, report, address, address + 8];
-    let time = run("a crowded GPU", "crowded", grid, 512, &mut arguments);
+    let arguments = &mut with_dev(world, &mut arguments);
+    let time = world.gpu.run("a crowded GPU", "crowded", grid, 512, arguments) as f64;
+    world.meet();
     tell(format!(
         "round trip with {grid} blocks of 512 threads resident: {:.2} us",
         time / 1e3 / f64::from(count)
     ));
+}
+
+/// Whether ranks on one GPU run beside each other, and not in turns.
+fn mps() -> bool {
+    std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").is_some()
 }
 
 /// Rate of copies over the same link, by the copy engine alone, by rank 0 while rank 1 waits.

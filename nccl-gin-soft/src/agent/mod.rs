@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::idle::Idle;
 use crate::log::warning;
 use crate::region::Region;
-use crate::ring::{Command, Kind, STREAMS};
+use crate::ring::{Command, Kind, NONE, STREAMS};
 use crate::send::Pump;
 use adds::Adder;
 use queue::Queue;
@@ -222,18 +222,18 @@ impl Agent {
             _ => {
                 let target = region(command.to.0).ok_or_else(|| lost("a put"))?;
                 let to = target.at(command.to.1, command.size).ok_or_else(|| lost("a put"))?;
-                let from = match command.kind {
-                    Kind::Inline => channel.inline_device(sequence),
+                let (from, route) = match command.kind {
+                    Kind::Inline => (channel.inline_device(sequence), None),
                     Kind::Staged => {
                         let staging = channel.staging().ok_or_else(|| lost("staged payload"))?;
-                        staging.device(command.from.1 as usize)
+                        (staging.device(command.from.1 as usize), Some((command.to.0, rank, NONE)))
                     }
                     // Only this rank itself commands it to fetch from a third one's memory; a pull is from the sender's own.
                     kind => {
                         let own_get = kind == Kind::Get && rank == comm.rank;
                         let owner = if own_get { usize::from(command.source_rank) } else { rank };
-                        self.source(&region(command.from.0), owner, command)
-                            .ok_or_else(|| lost("a source"))?
+                        let from = self.source(&region(command.from.0), owner, command);
+                        (from.ok_or_else(|| lost("a source"))?, Some((command.to.0, owner, command.from.0)))
                     }
                 };
                 let pageable = !target.device;
@@ -256,7 +256,7 @@ impl Agent {
                 } else if command.kind == Kind::Inline {
                     queue.value(to, from, command.size, channel.inline(sequence))?;
                 } else {
-                    queue.copy(to, from, command.size)?;
+                    queue.copy(route, to, from, command.size)?;
                 }
             }
         }

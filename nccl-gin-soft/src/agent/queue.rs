@@ -32,12 +32,17 @@ pub(crate) struct Queue {
     /// Ranges that the collected copies write, and those of the values: a later copy to the same bytes must not overtake.
     copied: Vec<Range<u64>>,
     valued: Vec<Range<u64>>,
+    /// What the last copy was between: one that goes on from it there becomes part of it.
+    route: Option<Route>,
     /// Commands that were collected; some copies may be with the driver already.
     commands: usize,
     bytes: u64,
     marker: Marker,
     running: [Marker; 2],
 }
+
+/// What a copy is between: registration that it writes, and rank and registration that it reads (staging memory has no registration).
+type Route = (u64, usize, u64);
 
 /// A word that must be read before it can be added to.
 #[derive(Clone, Copy, Debug)]
@@ -64,6 +69,7 @@ impl Queue {
             adds: Vec::new(),
             copied: Vec::new(),
             valued: Vec::new(),
+            route: None,
             commands: 0,
             bytes: 0,
             marker: None,
@@ -94,21 +100,29 @@ impl Queue {
         self.adds.iter().any(|one| overlap(&(one.word..one.word + 8), &(to..to + size)))
     }
 
-    /// Copies that were collected have no order. One to the same bytes goes behind them.
-    pub(crate) fn copy(&mut self, to: u64, from: u64, size: u64) -> Result<()> {
+    /// Copies that were collected have no order. One to the same bytes goes behind them. One that goes on where the last one ended becomes part
+    /// of it: each costs the driver and the GPU microseconds, whatever its length.
+    pub(crate) fn copy(&mut self, route: Option<Route>, to: u64, from: u64, size: u64) -> Result<()> {
         let target = to..to + size;
         let over_value = self.valued.iter().any(|one| overlap(one, &target));
         if over_value || self.copied.iter().any(|one| overlap(one, &target)) {
             self.stream.copy(&mut self.copies)?;
             self.copied.clear();
         }
+        self.bytes += size;
+        if route.is_some() && route == self.route && self.copies.extend(to, from, size) {
+            if let Some(last) = self.copied.last_mut() {
+                last.end = target.end;
+            }
+            return Ok(());
+        }
+        self.route = route;
         if over_value {
             self.stream.write(&mut self.values)?;
             self.valued.clear();
         }
         self.copied.push(target);
         self.copies.push(to, from, size);
-        self.bytes += size;
         Ok(())
     }
 
@@ -124,7 +138,7 @@ impl Queue {
         match size {
             8 if to.is_multiple_of(8) => self.values.push64(to, low),
             4 if to.is_multiple_of(4) => self.values.push32(to, low as u32),
-            _ => return self.copy(to, from, size),
+            _ => return self.copy(None, to, from, size),
         }
         self.valued.push(to..to + size);
         Ok(())

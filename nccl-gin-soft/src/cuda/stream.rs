@@ -29,6 +29,20 @@ impl Copies {
         self.lengths.push(length as usize);
     }
 
+    /// Makes the last copy longer, if this one begins where it ends, on both sides. Returns whether it does.
+    pub(crate) fn extend(&mut self, to: u64, from: u64, length: u64) -> bool {
+        let (Some(last_to), Some(last_from), Some(last)) =
+            (self.to.last(), self.from.last(), self.lengths.last_mut())
+        else {
+            return false;
+        };
+        let goes_on = last_to + *last as u64 == to && last_from + *last as u64 == from;
+        if goes_on {
+            *last += length as usize;
+        }
+        goes_on
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.to.len()
     }
@@ -221,5 +235,23 @@ impl Drop for Stream {
         let Ok(_entered) = self.cuda.enter("destroying a stream") else { return };
         // SAFETY: the stream is ours and used no more; the driver frees it when its work is done and does not wait for that.
         let _ = unsafe { self.cuda.driver.cuStreamDestroy(self.raw()) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_that_follow_each_other_become_one() {
+        let mut copies = Copies::default();
+        assert!(!copies.extend(100, 200, 8), "nothing to go on from");
+        copies.push(100, 200, 8);
+        assert!(copies.extend(108, 208, 24));
+        assert!(!copies.extend(132, 208, 8) && !copies.extend(108, 232, 8) && !copies.extend(140, 240, 8));
+        assert_eq!((copies.len(), copies.lengths[0]), (1, 32));
+        copies.push(140, 240, 4);
+        assert!(copies.extend(144, 244, 4));
+        assert_eq!((copies.len(), copies.lengths[1]), (2, 8));
     }
 }

@@ -5,6 +5,7 @@ use cuda_vmm_emu::sys::{
     CU_MEMHOSTALLOC_DEVICEMAP, CUmemcpyAttributes, CUmemcpySrcAccessOrder, CUstream, CUstream_flags,
     CUstreamBatchMemOpParams, CUstreamBatchMemOpType, Function,
 };
+use nccl_gin::Device;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -91,6 +92,26 @@ impl Probe<'_> {
     }
 }
 
+/// Memory of the next rank's GPU, if that is another one. It stays until the process ends.
+fn other_gpu(world: &World) -> Option<u64> {
+    if world.shape.shares() {
+        return None;
+    }
+    let driver = world.gpu.device.driver();
+    let other = Device::open(world.shape.gpu(1) as i32).unwrap();
+    other.make_current().unwrap();
+    let mut address = 0;
+    // SAFETY: the output is a local; both contexts are primary contexts that are retained.
+    unsafe {
+        driver.cuMemAlloc(&mut address, 2 * MIB).unwrap();
+        world.gpu.device.make_current().unwrap();
+        // It may be enabled already.
+        driver.cuCtxEnablePeerAccess(other.context(), 0).ok();
+    }
+    std::mem::forget(other);
+    Some(address)
+}
+
 /// Measures on rank 0 while the other ranks wait.
 pub fn calls(world: &World, tell: &impl Fn(String)) {
     if world.rank == 0 {
@@ -147,6 +168,21 @@ fn probe(world: &World, tell: &impl Fn(String)) {
             unsafe { driver.cuMemcpyPeerAsync(to, context, from, context, 8, stream) }.unwrap();
             probe.write(1);
         });
+    }
+    if let Some(other) = other_gpu(world) {
+        report("copy of 8 B from the other GPU, 2 words", &mut |probe| {
+            probe.copy(to, other, 8);
+            probe.write(1);
+        });
+        for (length, count) in [(8, 1), (8, 2), (8, 16), (65_536, 1), (65_536, 8)] {
+            report(
+                &format!("batch of {count} copies of {length} B from the other GPU, 2 words"),
+                &mut |probe| {
+                    probe.batch(to, other, length, count, true);
+                    probe.write(1);
+                },
+            );
+        }
     }
     if !driver.has(Function::cuMemcpyBatchAsync_v2) {
         return;

@@ -75,6 +75,7 @@ fn measure(rank: usize, board: Board) {
     };
     tell(format!("NCCL {}", world.nccl.version()));
 
+    assert_eq!(SHAPE.gpu(0) == SHAPE.gpu(1), SHAPE.shares(), "the ranks are not where the figures say");
     let rate = copy_engine(&world);
     let route = if SHAPE.shares() { "inside the GPU that both ranks share" } else { "between the GPUs" };
     tell(format!("copy engine, 64 MiB {route}: {rate:.1} GB/s"));

@@ -53,10 +53,23 @@ impl Shape {
         self.ranks > self.gpus()
     }
 
-    /// GPU of a rank: neighbours on a rail are on different GPUs where there are two.
+    /// GPU of a rank.
     pub fn gpu(self, rank: usize) -> usize {
-        (rank + rank / self.node) % self.gpus()
+        gpu_of(rank, self.node, self.gpus())
     }
+}
+
+/// Neighbours in a node and neighbours on a rail are on different GPUs, where there are two.
+fn gpu_of(rank: usize, node: usize, gpus: usize) -> usize {
+    (rank % node + rank / node) % gpus
+}
+
+#[test]
+fn neighbours_are_on_different_gpus() {
+    assert_eq!([0, 1].map(|rank| gpu_of(rank, 1, 2)), [0, 1]);
+    assert_eq!([0, 1, 2, 3].map(|rank| gpu_of(rank, 2, 2)), [0, 1, 1, 0]);
+    assert_eq!([0, 3, 4, 7].map(|rank| gpu_of(rank, 4, 2)), [0, 1, 1, 0]);
+    assert_eq!([0, 1, 5].map(|rank| gpu_of(rank, 2, 1)), [0, 0, 0]);
 }
 
 const BOARD: &str = "GIN_TEST_BOARD";

@@ -48,6 +48,12 @@ pub struct CUkern_st {
 pub type CUkernel = *mut CUkern_st;
 #[repr(C)]
 #[derive(Debug)]
+pub struct CUarray_st {
+    _unused: [u8; 0],
+}
+pub type CUarray = *mut CUarray_st;
+#[repr(C)]
+#[derive(Debug)]
 pub struct CUevent_st {
     _unused: [u8; 0],
 }
@@ -1977,6 +1983,91 @@ impl CUdevice_P2PAttribute_enum {
 #[derive(Debug, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct CUdevice_P2PAttribute_enum(pub core::ffi::c_uint);
 pub use self::CUdevice_P2PAttribute_enum as CUdevice_P2PAttribute;
+#[repr(C)]
+#[derive(Debug, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct CUDA_MEMCPY2D_st {
+    pub srcXInBytes: usize,
+    pub srcY: usize,
+    pub srcMemoryType: CUmemorytype,
+    pub srcHost: *const core::ffi::c_void,
+    pub srcDevice: CUdeviceptr,
+    pub srcArray: CUarray,
+    pub srcPitch: usize,
+    pub dstXInBytes: usize,
+    pub dstY: usize,
+    pub dstMemoryType: CUmemorytype,
+    pub dstHost: *mut core::ffi::c_void,
+    pub dstDevice: CUdeviceptr,
+    pub dstArray: CUarray,
+    pub dstPitch: usize,
+    pub WidthInBytes: usize,
+    pub Height: usize,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of CUDA_MEMCPY2D_st"][::core::mem::size_of::<CUDA_MEMCPY2D_st>() - 128usize];
+    [
+        "Alignment of CUDA_MEMCPY2D_st",
+    ][::core::mem::align_of::<CUDA_MEMCPY2D_st>() - 8usize];
+    [
+        "Offset of field: CUDA_MEMCPY2D_st::srcXInBytes",
+    ][::core::mem::offset_of!(CUDA_MEMCPY2D_st, srcXInBytes) - 0usize];
+    [
+        "Offset of field: CUDA_MEMCPY2D_st::srcY",
+    ][::core::mem::offset_of!(CUDA_MEMCPY2D_st, srcY) - 8usize];
+    [
+        "Offset of field: CUDA_MEMCPY2D_st::srcMemoryType",
+    ][::core::mem::offset_of!(CUDA_MEMCPY2D_st, srcMemoryType) - 16usize];
+    [
+        "Offset of field: CUDA_MEMCPY2D_st::srcHost",
+    ][::core::mem::offset_of!(CUDA_MEMCPY2D_st, srcHost) - 24usize];
+    [
+        "Offset of field: CUDA_MEMCPY2D_st::srcDevice",
+    ][::core::mem::offset_of!(CUDA_MEMCPY2D_st, srcDevice) - 32usize];
+    [
+        "Offset of field: CUDA_MEMCPY2D_st::srcArray",
+    ][::core::mem::offset_of!(CUDA_MEMCPY2D_st, srcArray) - 40usize];
+    [
+        "Offset of field: CUDA_MEMCPY2D_st::srcPitch",
+    ][::core::mem::offset_of!(CUDA_MEMCPY2D_st, srcPitch) - 48usize];
+    [
+        "Offset of field: CUDA_MEMCPY2D_st::dstXInBytes",
+    ][::core::mem::offset_of!(CUDA_MEMCPY2D_st, dstXInBytes) - 56usize];
+    [
+        "Offset of field: CUDA_MEMCPY2D_st::dstY",
+    ][::core::mem::offset_of!(CUDA_MEMCPY2D_st, dstY) - 64usize];
+    [
+        "Offset of field: CUDA_MEMCPY2D_st::dstMemoryType",
+    ][::core::mem::offset_of!(CUDA_MEMCPY2D_st, dstMemoryType) - 72usize];
+    [
+        "Offset of field: CUDA_MEMCPY2D_st::dstHost",
+    ][::core::mem::offset_of!(CUDA_MEMCPY2D_st, dstHost) - 80usize];
+    [
+        "Offset of field: CUDA_MEMCPY2D_st::dstDevice",
+    ][::core::mem::offset_of!(CUDA_MEMCPY2D_st, dstDevice) - 88usize];
+    [
+        "Offset of field: CUDA_MEMCPY2D_st::dstArray",
+    ][::core::mem::offset_of!(CUDA_MEMCPY2D_st, dstArray) - 96usize];
+    [
+        "Offset of field: CUDA_MEMCPY2D_st::dstPitch",
+    ][::core::mem::offset_of!(CUDA_MEMCPY2D_st, dstPitch) - 104usize];
+    [
+        "Offset of field: CUDA_MEMCPY2D_st::WidthInBytes",
+    ][::core::mem::offset_of!(CUDA_MEMCPY2D_st, WidthInBytes) - 112usize];
+    [
+        "Offset of field: CUDA_MEMCPY2D_st::Height",
+    ][::core::mem::offset_of!(CUDA_MEMCPY2D_st, Height) - 120usize];
+};
+impl Default for CUDA_MEMCPY2D_st {
+    fn default() -> Self {
+        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
+        unsafe {
+            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
+            s.assume_init()
+        }
+    }
+}
+pub type CUDA_MEMCPY2D_v2 = CUDA_MEMCPY2D_st;
 pub type CUmemGenericAllocationHandle_v1 = core::ffi::c_ulonglong;
 pub type CUmemGenericAllocationHandle = CUmemGenericAllocationHandle_v1;
 impl CUmemAllocationHandleType_enum {

@@ -135,6 +135,8 @@ macro_rules! for_each_function {
         cuMemcpyDtoHAsync = "cuMemcpyDtoHAsync", "cuMemcpyDtoHAsync_v2", 3020: fn(dstHost: *mut $crate::ffi::c_void, srcDevice: $crate::CUdeviceptr_v2, ByteCount: usize, hStream: $crate::CUstream);
         /// Copies device to device, in stream order.
         cuMemcpyDtoDAsync = "cuMemcpyDtoDAsync", "cuMemcpyDtoDAsync_v2", 3020: fn(dstDevice: $crate::CUdeviceptr_v2, srcDevice: $crate::CUdeviceptr_v2, ByteCount: usize, hStream: $crate::CUstream);
+        /// Copies rows of bytes with any distances between them, in stream order.
+        cuMemcpy2DAsync = "cuMemcpy2DAsync", "cuMemcpy2DAsync_v2", 3020: fn(pCopy: *const $crate::CUDA_MEMCPY2D_v2, hStream: $crate::CUstream);
         /// Copies between two contexts' memories, in stream order.
         cuMemcpyPeerAsync = "cuMemcpyPeerAsync", "cuMemcpyPeerAsync", 4000: fn(dstDevice: $crate::CUdeviceptr_v2, dstContext: $crate::CUcontext, srcDevice: $crate::CUdeviceptr_v2, srcContext: $crate::CUcontext, ByteCount: usize, hStream: $crate::CUstream);
         /// Many copies in one call, with the index of the first that failed.

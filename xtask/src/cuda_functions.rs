@@ -100,6 +100,7 @@ pub const FUNCTIONS: &[Function] = &[
     v("cuMemcpyHtoDAsync", 3020, "cuMemcpyHtoDAsync_v2", "Copies host to device, in stream order."),
     v("cuMemcpyDtoHAsync", 3020, "cuMemcpyDtoHAsync_v2", "Copies device to host, in stream order."),
     v("cuMemcpyDtoDAsync", 3020, "cuMemcpyDtoDAsync_v2", "Copies device to device, in stream order."),
+    v("cuMemcpy2DAsync", 3020, "cuMemcpy2DAsync_v2", "Copies rows of bytes with any distances between them, in stream order."),
     f("cuMemcpyPeerAsync", 4000, "Copies between two contexts' memories, in stream order."),
     f("cuMemcpyBatchAsync", 12080, "Many copies in one call, with the index of the first that failed."),
     second("cuMemcpyBatchAsync", 13000, "cuMemcpyBatchAsync_v2", "Many copies in one call."),

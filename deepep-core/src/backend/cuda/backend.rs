@@ -12,7 +12,7 @@ use super::queue::{Queue, public};
 use super::reports::{Reports, Told};
 use super::{
     CombineLaunch, CombinePlan, DispatchLaunch, DispatchPlan, Engine, EngineOptions, Gpu, StatusBlock,
-    call_failed,
+    call_failed, copy,
 };
 use crate::backend::{
     Backend, CombineCall, Copy2d, DispatchCall, DispatchOutcome, Order, Positions, Problem, Ran,
@@ -335,23 +335,12 @@ impl Backend for CudaBackend {
         Ok((needed != [0, 0]).then(|| self.over_capacity(ran.shape, needed)))
     }
 
-    unsafe fn copy(&self, copy: Copy2d, order: Order<'_>) -> Result<Event> {
+    unsafe fn copy(&self, rows: Copy2d, order: Order<'_>) -> Result<Event> {
         let turn = self.queue().begin(&order)?;
         let context = self.queue().context();
         let _bound = context.bind()?;
-        let driver = context.device().cuda().driver();
-        let Copy2d { width, height, .. } = copy;
-        let gapless = [copy.from_pitch, copy.to_pitch].iter().all(|&pitch| pitch == width as isize);
-        let (width, height) = if gapless { (width * height, 1) } else { (width, height) };
-        if width > 0 {
-            for row in 0..height as i64 {
-                let from = copy.from.wrapping_add_signed(row * copy.from_pitch as i64);
-                let to = copy.to.wrapping_add_signed(row * copy.to_pitch as i64);
-                // SAFETY: the caller vouches for both sides; the stream belongs to the current context.
-                unsafe { driver.cuMemcpyDtoDAsync(to, from, width, turn.stream) }
-                    .map_err(|source| call_failed(format!("copying {width} bytes on the device"), source))?;
-            }
-        }
+        // SAFETY: the caller vouches for both sides; the stream belongs to the context, which is current.
+        unsafe { copy::enqueue(context, &rows, turn.stream)? };
         Ok(public(self.queue().end(turn)?))
     }
 

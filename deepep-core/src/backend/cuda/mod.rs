@@ -8,6 +8,7 @@ mod backend;
 #[allow(dead_code)] // No collectives of this backend are public yet.
 mod collective;
 mod combine;
+mod copy;
 mod dispatch;
 mod events;
 mod gpu;

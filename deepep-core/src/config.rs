@@ -186,6 +186,7 @@ impl Config {
             output_slots: self.output_slots,
             handle_slots: self.handle_slots,
             receive_sets: self.receive_sets,
+            packets: false,
         })
     }
 

@@ -75,7 +75,8 @@ DEVICE bool run_sender(const Block& b, Ring& ring) {
         if (announces) announce(b.control.mail, b.p.row_warps, b.epoch, [&](u32 r) { return cell32(b.d, r, b.d.ready); });
         const u32 idle = WARPS - b.p.row_warps;
         if (EXPANDED && b.p.zero_padding && wait_tables(b))
-            zero_gaps(b, blockIdx.x * idle + b.warp - b.p.row_warps, b.p.senders * idle);
+            zero_gaps(b.p, b.control.output[b.me], b.mine<i32>(b.p.expert_start), b.mine<i32>(b.p.expert_count), b.lane,
+                      blockIdx.x * idle + b.warp - b.p.row_warps, b.p.senders * idle);
     }
     if (!EXPANDED) {
         __syncthreads();

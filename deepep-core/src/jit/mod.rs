@@ -39,6 +39,7 @@ pub use nvrtc::NVRTC_ENV;
 pub use resources::Resources;
 pub use source::Program;
 pub(crate) use source::{
-    BARRIER_THREADS, COMBINE_CONTROL_BYTES, DISPATCH_CONTROL_BYTES, PIECE_BYTES, SUM_THREADS, THREADS,
+    BARRIER_THREADS, COMBINE_CONTROL_BYTES, DISPATCH_CONTROL_BYTES, PACKET_CONTROL_BYTES, PIECE_BYTES,
+    SUM_THREADS, THREADS,
 };
 pub use supply::Supply;

@@ -82,6 +82,7 @@ device_struct! {
         rank_psum: u64,
         expert_start: u64,
         expert_count: u64,
+        lane_place: u64,
         /// Count cells of the status block.
         host_counts: u64,
         /// Value of this rank's place cell and call cell.
@@ -144,6 +145,7 @@ device_struct! {
         sent_row: u64,
         own_row: u64,
         rank_psum: u64,
+        lane_place: u64,
         /// Receive area of every heap.
         receive: u64,
         receive_stride: u64,
@@ -168,6 +170,56 @@ device_struct! {
         /// Offsets in the block's shared memory, behind the stages: rings, control words.
         rings: u32,
         control: u32,
+    }
+}
+
+device_struct! {
+    /// Where packets lie in every heap. See `PacketLayout`.
+    pub(crate) struct PacketArea {
+        begun: u64,
+        heads: u64,
+        lanes: u64,
+        rows: u64,
+        back: u64,
+        back_weights: u64,
+        lane_stride: u64,
+        row_stride: u64,
+        back_stride: u64,
+        back_weight_stride: u64,
+        max_tokens: u32,
+        reserved: u32,
+    }
+}
+
+device_struct! {
+    /// Arguments of a dispatch in packets.
+    pub(crate) struct PacketDispatchParams {
+        call: DispatchParams,
+        area: PacketArea,
+        /// Pieces of a row with its scales.
+        groups: u32,
+        /// Words of a bit map, and of all maps.
+        words: u32,
+        maps: u32,
+        /// There are maps for the experts of all ranks.
+        all_experts: u32,
+        /// Some rank's capacity may be exceeded.
+        limited: u32,
+        /// Offsets in the block's shared memory.
+        start: u32,
+        counts: u32,
+        ids: u32,
+    }
+}
+
+device_struct! {
+    /// Arguments of a combine in packets.
+    pub(crate) struct PacketCombineParams {
+        call: CombineParams,
+        area: PacketArea,
+        /// Pieces of a row.
+        groups: u32,
+        reserved: u32,
     }
 }
 

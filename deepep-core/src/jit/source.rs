@@ -5,10 +5,12 @@ use std::fmt::Write as _;
 use super::collective::Collective;
 use super::params::{
     BarrierParams, CollectiveParams, CombineParams, DispatchParams, Domain, MultimemBarrierParams,
+    PacketArea, PacketCombineParams, PacketDispatchParams,
 };
 use crate::layout::{
-    COLLECTIVE_BLOCKS, CountsLayout, IndexWidth, MAX_BLOCKS, MAX_RANKS, MAX_TOPK, Operation, Phase,
-    Placement, RecordKind, STATUS_RECORD_BYTES, StatusRecord, Ticket, WorkspaceLayout,
+    COLLECTIVE_BLOCKS, CountsLayout, GROUP_BYTES, GROUP_PACKETS, IndexWidth, MAX_BLOCKS, MAX_RANKS, MAX_TOPK,
+    Operation, PACKET_BYTES, Phase, Placement, RecordKind, STATUS_RECORD_BYTES, StatusRecord, Ticket,
+    WorkspaceLayout,
 };
 
 /// A kernel, in one of the variants that are compiled separately. Sizes are arguments; what is fixed here changes the code.
@@ -37,6 +39,22 @@ pub enum Program {
         /// Rows of a token are summed where they are before they travel.
         reduce_first: bool,
     },
+    /// Dispatch of a small batch, in packets.
+    PacketDispatch {
+        /// Ranks of the domain.
+        ranks: usize,
+        /// Arrangement of received rows.
+        placement: Placement,
+        /// Width of expert ids.
+        index: IndexWidth,
+    },
+    /// Combine of a small batch, in packets. Rows of a token are summed where they are.
+    PacketCombine {
+        /// Ranks of the domain.
+        ranks: usize,
+        /// Arrangement of the rows that come in.
+        placement: Placement,
+    },
     /// All-gather, reduce-scatter or all-reduce.
     Collective(Collective),
     /// Barrier of all ranks over multicast.
@@ -50,6 +68,8 @@ pub enum Program {
 pub(crate) const THREADS: usize = 512;
 /// Threads of a block of a combine that sums before it sends: three warps on each quarter of a multiprocessor, for more registers.
 pub(crate) const SUM_THREADS: usize = 384;
+/// Shared memory of the control words of a block of a dispatch in packets.
+pub(crate) const PACKET_CONTROL_BYTES: usize = 256;
 /// Threads of a barrier kernel's block.
 pub(crate) const BARRIER_THREADS: usize = 32;
 /// Shared memory of a dispatch block's control words.
@@ -68,6 +88,7 @@ macro_rules! embedded {
 /// Files that kernels include, by the name they include them by.
 const HEADERS: &[(&str, &str)] = embedded![
     "arch/types.cuh",
+    "arch/packet.cuh",
     "arch/ld_st.cuh",
     "arch/fence.cuh",
     "arch/mbarrier.cuh",
@@ -82,10 +103,13 @@ const HEADERS: &[(&str, &str)] = embedded![
     "comm/heap.cuh",
     "comm/wait.cuh",
     "comm/announce.cuh",
+    "comm/packets.cuh",
     "comm/user.cuh",
     "comm/cells.cuh",
     "comm/stages.cuh",
     "ops/dispatch/block.cuh",
+    "ops/dispatch/output.cuh",
+    "ops/dispatch/report.cuh",
     "ops/dispatch/count.cuh",
     "ops/dispatch/tables.cuh",
     "ops/dispatch/send.cuh",
@@ -96,6 +120,11 @@ const HEADERS: &[(&str, &str)] = embedded![
     "ops/combine/send.cuh",
     "ops/combine/send_sum.cuh",
     "ops/combine/reduce.cuh",
+    "ops/packets/block.cuh",
+    "ops/packets/send.cuh",
+    "ops/packets/count.cuh",
+    "ops/packets/place.cuh",
+    "ops/packets/back.cuh",
 ];
 
 /// Headers that need nothing generated: wrappers of instructions.
@@ -111,6 +140,8 @@ impl Program {
             Self::Barrier { .. } => "deepep_barrier",
             Self::Dispatch { .. } => "deepep_dispatch",
             Self::Combine { .. } => "deepep_combine",
+            Self::PacketDispatch { .. } => "deepep_packet_dispatch",
+            Self::PacketCombine { .. } => "deepep_packet_combine",
             Self::Collective(collective) => collective.entry(),
             Self::MultimemBarrier { .. } => "deepep_multimem_barrier",
         }
@@ -122,6 +153,8 @@ impl Program {
             Self::Barrier { ranks }
             | Self::Dispatch { ranks, .. }
             | Self::Combine { ranks, .. }
+            | Self::PacketDispatch { ranks, .. }
+            | Self::PacketCombine { ranks, .. }
             | Self::MultimemBarrier { ranks }
             | Self::Collective(Collective { ranks, .. }) => ranks,
         }
@@ -133,7 +166,9 @@ impl Program {
         for placement in [Placement::Plain, Placement::Expanded] {
             for index in [IndexWidth::Bits32, IndexWidth::Bits64] {
                 all.push(Self::Dispatch { ranks, placement, index });
+                all.push(Self::PacketDispatch { ranks, placement, index });
             }
+            all.push(Self::PacketCombine { ranks, placement });
         }
         all.push(Self::Combine { ranks, placement: Placement::Plain, reduce_first: true });
         for reduce_first in [true, false] {
@@ -160,6 +195,8 @@ impl Program {
             Self::Barrier { .. } => include_str!("../../kernels/ops/barrier.cu"),
             Self::Dispatch { .. } => include_str!("../../kernels/ops/dispatch.cu"),
             Self::Combine { .. } => include_str!("../../kernels/ops/combine.cu"),
+            Self::PacketDispatch { .. } => include_str!("../../kernels/ops/packet_dispatch.cu"),
+            Self::PacketCombine { .. } => include_str!("../../kernels/ops/packet_combine.cu"),
             Self::Collective(collective) => collective.source(),
             Self::MultimemBarrier { .. } => include_str!("../../kernels/ops/multimem_barrier.cu"),
         }
@@ -170,7 +207,8 @@ impl Program {
         let (expanded, reduce_first, index_bits, threads) = match *self {
             Self::Barrier { .. } | Self::MultimemBarrier { .. } => (false, true, 32, BARRIER_THREADS),
             Self::Collective(_) => (false, true, 32, THREADS),
-            Self::Dispatch { placement, index, .. } => {
+            Self::PacketCombine { placement, .. } => (placement == Placement::Expanded, true, 32, THREADS),
+            Self::Dispatch { placement, index, .. } | Self::PacketDispatch { placement, index, .. } => {
                 (placement == Placement::Expanded, true, index.bytes() * 8, THREADS)
             }
             Self::Combine { placement, reduce_first, .. } => {
@@ -214,6 +252,10 @@ impl Program {
             ("DISPATCH_CONTROL_BYTES", DISPATCH_CONTROL_BYTES),
             ("COMBINE_CONTROL_BYTES", COMBINE_CONTROL_BYTES),
             ("PIECE_BYTES", PIECE_BYTES),
+            ("PACKET_CONTROL_BYTES", PACKET_CONTROL_BYTES),
+            ("PACKET_BYTES", PACKET_BYTES),
+            ("GROUP_PACKETS", GROUP_PACKETS),
+            ("GROUP_BYTES", GROUP_BYTES),
         ];
         for (name, value) in numbers {
             line(format_args!("constexpr u32 {name} = {value};"));
@@ -227,6 +269,9 @@ impl Program {
             ("BarrierParams", BarrierParams::CUDA, size_of::<BarrierParams>()),
             ("DispatchParams", DispatchParams::CUDA, size_of::<DispatchParams>()),
             ("CombineParams", CombineParams::CUDA, size_of::<CombineParams>()),
+            ("PacketArea", PacketArea::CUDA, size_of::<PacketArea>()),
+            ("PacketDispatchParams", PacketDispatchParams::CUDA, size_of::<PacketDispatchParams>()),
+            ("PacketCombineParams", PacketCombineParams::CUDA, size_of::<PacketCombineParams>()),
             ("CollectiveParams", CollectiveParams::CUDA, size_of::<CollectiveParams>()),
             ("MultimemBarrierParams", MultimemBarrierParams::CUDA, size_of::<MultimemBarrierParams>()),
         ];

@@ -1,6 +1,6 @@
 //! Output slots and handle slots of a dispatch.
 
-use super::{Cursor, DispatchShape, MAX_RANKS, Placement};
+use super::{Cursor, DispatchShape, MAX_RANKS, PacketLayout, Placement};
 
 /// What a dispatch delivers, in one output slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,6 +62,8 @@ pub struct HandleLayout {
     pub expert_start: usize,
     /// `i32[EL]`: rows of each local expert, without padding.
     pub expert_count: usize,
+    /// Of a dispatch in packets: `i32[R][max_tokens][K]`: row here of each lane of each rank's tokens, −1 for lanes that live elsewhere.
+    pub lane_place: usize,
     /// Bytes of the slot.
     pub bytes: usize,
 }
@@ -88,6 +90,8 @@ impl HandleLayout {
         let sent_row = c.take(own * shape.ranks, 4);
         let sent_index = c.take(if_expanded(own * shape.ranks), 4);
         let own_row = c.take(if_expanded(own * shape.topk), 4);
+        let packets = PacketLayout::possible(shape.ranks, own, shape.experts);
+        let lane_place = c.take(if packets { shape.ranks * own * shape.topk } else { 0 }, 4);
         Self {
             source,
             lane_row,
@@ -99,6 +103,7 @@ impl HandleLayout {
             rank_psum,
             expert_start,
             expert_count,
+            lane_place,
             bytes: c.bytes(),
         }
     }

@@ -1,8 +1,9 @@
 //! The symmetric heap as a whole.
 
 use super::{
-    CombineShape, Cursor, DispatchShape, HEAP_ALIGNMENT, HandleLayout, OutputLayout, ReceiveLayout,
-    StatusLayout, WorkspaceLayout, align_up,
+    CombineShape, Cursor, DispatchShape, GROUP_PACKETS, HEAP_ALIGNMENT, HandleLayout, OutputLayout,
+    PACKET_BYTES, PacketLayout, ReceiveLayout, StatusLayout, WorkspaceLayout, align_up, lane_packets,
+    packet_groups, weight_packets,
 };
 use crate::error::{Error, Result};
 
@@ -22,6 +23,8 @@ pub struct HeapConfig {
     pub handle_slots: usize,
     /// Sets of the receive area: 2 (no round trip at the start of a combine), or 1 (half the memory).
     pub receive_sets: usize,
+    /// Rows travel in packets if max_tokens is small enough (see [`PacketLayout::possible`]): a fraction of the time, for memory of their own.
+    pub packets: bool,
 }
 
 /// Equal areas, one after the other.
@@ -107,8 +110,13 @@ impl HeapLayout {
             set = set.max(ReceiveLayout::new(shape).bytes);
             slots = slots.max(shape.slots());
         }
-        let workspace =
-            WorkspaceLayout::new(first.ranks, first.max_tokens, experts, slots, config.receive_sets);
+        let (ranks, max_tokens) = (first.ranks, first.max_tokens);
+        let mut workspace = WorkspaceLayout::new(ranks, max_tokens, experts, slots, config.receive_sets);
+        if config.packets && PacketLayout::possible(ranks, max_tokens, experts) {
+            workspace = workspace.with_packets(|cursor| {
+                PacketLayout::place(cursor, ranks, max_tokens, &config.dispatch, &config.combine)
+            });
+        }
         let mut cursor = Cursor::at(workspace.bytes);
         let handles = SlotArray::place(&mut cursor, config.handle_slots, handle);
         let outputs = SlotArray::place(&mut cursor, config.output_slots, output);
@@ -142,6 +150,12 @@ impl HeapLayout {
         let handle = HandleLayout::new(shape);
         Self::fits("an output slot", output.bytes, self.outputs.stride)?;
         Self::fits("a handle slot", handle.bytes, self.handles.stride)?;
+        if let Some(p) = &self.workspace.packets {
+            let row = packet_groups(shape.row_bytes + shape.scale_bytes()) * GROUP_PACKETS * PACKET_BYTES;
+            Self::fits("packets of a row", row, p.row_stride)?;
+            let lanes = lane_packets(shape.topk) * PACKET_BYTES;
+            Self::fits("packets of ids and weights", lanes, p.lane_stride)?;
+        }
         Ok((output, handle))
     }
 
@@ -153,6 +167,12 @@ impl HeapLayout {
         Self::fits("a set of the receive area", receive.bytes, self.receive.stride)?;
         let cells = shape.slots() * shape.max_tokens;
         Self::fits("arrival cells", cells, self.workspace.arrived_set)?;
+        if let Some(p) = &self.workspace.packets {
+            let row = packet_groups(shape.row_bytes) * GROUP_PACKETS * PACKET_BYTES;
+            Self::fits("packets of a combined row", row, p.back_stride)?;
+            let weights = weight_packets(shape.topk) * PACKET_BYTES;
+            Self::fits("packets of combined weights", weights, p.back_weight_stride)?;
+        }
         Ok(receive)
     }
 
@@ -196,6 +216,7 @@ mod tests {
             output_slots: 2,
             handle_slots: 4,
             receive_sets: 2,
+            packets: true,
         }
     }
 

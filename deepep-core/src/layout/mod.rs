@@ -14,6 +14,7 @@ mod collective;
 mod combine;
 mod dispatch;
 mod heap;
+mod packets;
 mod plan;
 mod shape;
 mod status;
@@ -23,6 +24,10 @@ pub use collective::{COLLECTIVE_BLOCKS, CollectiveConfig, CollectiveLayout};
 pub use combine::ReceiveLayout;
 pub use dispatch::{HandleLayout, OutputLayout};
 pub use heap::{HeapConfig, HeapLayout, SlotArray};
+pub use packets::{
+    GROUP_BYTES, GROUP_PACKETS, MAX_PACKET_TOKENS, PACKET_BYTES, PacketLayout, lane_packets, packet_groups,
+    weight_packets,
+};
 pub use plan::{Plan, PlanItem};
 pub use shape::{CombineShape, DispatchShape, IndexWidth, Placement, ScaleOrder};
 pub use status::{

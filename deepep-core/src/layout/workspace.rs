@@ -1,6 +1,6 @@
 //! The workspace: every cell ranks and blocks synchronise through. Zero when the buffer is made, never cleared afterwards.
 
-use super::{Cursor, MAX_BLOCKS, MAX_SENDERS, align_up};
+use super::{Cursor, MAX_BLOCKS, MAX_SENDERS, PacketLayout, align_up};
 
 /// What tickets are drawn for. Each has its own cache line in each parity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,7 +43,7 @@ pub struct WorkspaceLayout {
     pub barrier: usize,
     /// Peer, `u64`: a rank gave up; zero as long as all is well.
     pub abort: usize,
-    /// Own, `u32[3 operations][MAX_BLOCKS]`: epochs of dispatch, combine, barrier.
+    /// Own, `u32[5][MAX_BLOCKS]`: epochs of dispatch, combine, barrier, and of dispatch and combine in packets.
     pub epochs: usize,
     /// Own, `u32[2 parities][Ticket::COUNT]`, one cache line each. See [`Ticket`].
     pub tickets: usize,
@@ -53,6 +53,8 @@ pub struct WorkspaceLayout {
     pub chunks: usize,
     /// Own, `u32[record kinds]`: epoch of the newest record of each kind in the status block.
     pub reported: usize,
+    /// What small batches travel through, if they travel in packets.
+    pub packets: Option<PacketLayout>,
     /// Bytes of the workspace.
     pub bytes: usize,
 }
@@ -60,6 +62,8 @@ pub struct WorkspaceLayout {
 impl WorkspaceLayout {
     /// Bytes between two cells that must not share a cache line.
     pub const LINE: usize = 128;
+    /// Kinds of [`epochs`](Self::epochs).
+    const EPOCHS: usize = 5;
     /// The call cell of a rank in [`totals`](Self::totals).
     pub const CELL_CALL: usize = 0;
     /// The place cell.
@@ -79,7 +83,7 @@ impl WorkspaceLayout {
         let done = c.take(ranks * MAX_BLOCKS, 4);
         let ready = c.take(ranks * max_tokens, 4);
         let arrived = c.take(sets * arrived_set, 4);
-        let epochs = c.take(3 * MAX_BLOCKS, 4);
+        let epochs = c.take(Self::EPOCHS * MAX_BLOCKS, 4);
         let tickets = c.take(2 * Ticket::COUNT, Self::LINE);
         let partials = c.take(MAX_SENDERS * cells, 8);
         let chunks = c.take(MAX_SENDERS, 8);
@@ -99,8 +103,17 @@ impl WorkspaceLayout {
             partials,
             chunks,
             reported,
+            packets: None,
             bytes: c.bytes(),
         }
+    }
+
+    /// With room for packets; `place` puts it behind the cells.
+    pub(super) fn with_packets(mut self, place: impl FnOnce(&mut Cursor) -> PacketLayout) -> Self {
+        let mut cursor = Cursor::at(self.bytes);
+        self.packets = Some(place(&mut cursor));
+        self.bytes = cursor.bytes();
+        self
     }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 #include "arch/bulk.cuh"
 #include "comm/announce.cuh"
+#include "ops/dispatch/output.cuh"
 
 // A stage belongs to eight lanes of its warp. They issue its stores, one destination (or top-k lane) each, so that the bulk groups of
 // a stage can be awaited without waiting for the others.
@@ -131,7 +132,4 @@ DEVICE void store_stage(const Block& b, const u8* stage, u64 output, u32 row) {
         const u32 bytes = b.p.scale_packs * 4;
         arch::bulk_store((void*)(output + b.p.out_scales + (u64)row * bytes), stage + b.p.row_bytes, bytes);
     }
-}
-DEVICE u32* scale_pack(const Block& b, u64 output, u32 row, u32 pack) {
-    return (u32*)(output + b.p.out_scales) + (i64)row * b.p.out_scale_row_stride + (i64)pack * b.p.out_scale_pack_stride;
 }

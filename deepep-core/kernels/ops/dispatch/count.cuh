@@ -1,6 +1,7 @@
 // Phases 1 and 2 of a sending block: counts of its chunk, of its rank, of all ranks; from them every position.
 #pragma once
 #include "ops/dispatch/block.cuh"
+#include "ops/dispatch/report.cuh"
 
 // Ids and weights of a warp's first steps, loaded together. An id is an expert, −1, or −2 for one that is out of range.
 struct Items {
@@ -8,15 +9,6 @@ struct Items {
     float weight[AHEAD];
 };
 
-DEVICE i32 load_expert(const Block& b, u32 token, u32 k) {
-    const u64 at = (u64)token * b.p.lanes + k;
-#if INDEX_BITS == 64
-    const i64 id = ((const i64*)b.p.topk_idx)[at];
-#else
-    const i32 id = ((const i32*)b.p.topk_idx)[at];
-#endif
-    return id == -1 ? -1 : (u64)(i64)id < b.p.experts ? (i32)id : -2;
-}
 DEVICE float load_weight(const Block& b, u32 token, u32 k) {
     return b.p.weights ? ((const float*)b.p.weights)[(u64)token * b.p.lanes + k] : 0.f;
 }
@@ -45,31 +37,9 @@ DEVICE void load_items(const Block& b, const TokenLanes& l, const Share& share, 
     for (u32 i = 0; i < AHEAD; i++) {
         const u32 t = share.begin + i * l.per_step + l.group;
         const bool in = l.active && t < share.end;
-        items.expert[i] = in && !b.cached() ? load_expert(b, t, l.k) : -1;
+        items.expert[i] = in && !b.cached() ? load_expert(b.p, t, l.k) : -1;
         items.weight[i] = in ? load_weight(b, t, l.k) : 0.f;
     }
-}
-
-// Not inlined: rare. Takes no Block, which would have to lie in memory for it.
-__device__ __noinline__ void report_expert(const DispatchParams& p, u32 epoch, u32 kind, u32 token, u32 k) {
-    // One record a kind and epoch is enough.
-    const u32 me = p.domain.rank;
-    if (arch::exchange_gpu(cell32(p.domain, me, p.domain.reported) + kind, epoch) == epoch) return;
-    StatusRecord r = {};
-    r.sequence = epoch;
-    r.operation = OPERATION_DISPATCH;
-    r.rank = me;
-    r.block = blockIdx.x;
-    r.index = token;
-    r.lane = k;
-    r.expected = p.experts;
-    const u64 at = (u64)token * p.lanes + k;
-#if INDEX_BITS == 64
-    r.seen = (u64)((const i64*)p.topk_idx)[at];
-#else
-    r.seen = (u64)(i64)((const i32*)p.topk_idx)[at];
-#endif
-    write_record(p.domain, kind, r);
 }
 
 DEVICE u32 same_expert(i32 expert, u32 lane) { return warp::match(expert >= 0 ? (u32)expert : 0x40000000u | lane); }
@@ -93,7 +63,7 @@ DEVICE void count_tokens(const Block& b, const TokenLanes& l, const Share& share
         const bool in = l.active && t < share.end;
         i32 e = -1;
         if (step < AHEAD) e = select(items.expert, step);
-        else if (in) e = load_expert(b, t, l.k);
+        else if (in) e = load_expert(b.p, t, l.k);
         u32 same = same_expert(e, b.lane);
         if (e == -2) report_expert(b.p, b.epoch, RECORD_BAD_EXPERT, t, l.k);
         const bool twice = e >= 0 && (same & l.mask & warp::below(b.lane));
@@ -267,44 +237,13 @@ DEVICE void scan_experts(const Block& b) {
     }
 }
 
-// By block 0: counts for the caller, for combine, and for the host if it waits for them.
+// By block 0, see report.cuh.
 DEVICE void write_counts(const Block& b) {
-    const u32 over = b.control.over, local = b.p.local_experts, tag = b.p.count_tag;
-    const bool fits = over == RANKS;
-    const i32 needed_tokens = fits ? 0 : b.control.tokens[over], needed_rows = fits ? 0 : b.control.rows[over];
-    u64* host = (u64*)b.p.host_counts;
-    i32* psum = b.mine<i32>(b.p.rank_psum);
-    for (u32 j = threadIdx.x; j < local; j += THREADS) {
-        const i32 count = fits ? b.total[b.me * local + j] : 0;
-        b.mine<i32>(b.p.expert_start)[j] = fits ? b.start[j] : 0;
-        b.mine<i32>(b.p.expert_count)[j] = count;
-        if (b.p.stats && count) atomicAdd((i32*)b.p.stats + j, count);
-        if (tag) arch::st_relaxed_sys(host + HOST_EXPERT_COUNT + j, pack_cell(tag, count));
-    }
-    if (threadIdx.x < RANKS) {
-        if (!fits) psum[threadIdx.x] = 0;
-        // Written by another thread of this block before a block barrier.
-        if (tag) arch::st_relaxed_sys(host + HOST_RANK_PSUM + threadIdx.x, pack_cell(tag, fits ? psum[threadIdx.x] : 0));
-    }
-    if (threadIdx.x != 0) return;
-    i32* counts = b.mine<i32>(b.p.counts);
-    const i32 values[4] = {fits ? b.control.tokens[b.me] : 0, fits ? b.control.rows[b.me] : 0, needed_tokens, needed_rows};
-    b.mine<i32>(b.p.expert_start)[local] = fits ? b.start[local] : 0;
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) {
-        counts[i] = values[i];
-        if (tag) arch::st_relaxed_sys(host + i, pack_cell(tag, values[i]));
-    }
-    if (!fits) {
-        StatusRecord r = {};
-        r.sequence = b.epoch;
-        r.operation = OPERATION_DISPATCH;
-        r.rank = b.me;
-        r.peer = over;
-        r.expected = b.p.row_capacity;
-        r.seen = needed_rows;
-        r.expected_tokens = b.p.token_capacity;
-        r.seen_tokens = needed_tokens;
-        write_record(b.d, RECORD_CAPACITY, r);
-    }
+    const u32 over = b.control.over, local = b.p.local_experts;
+    const u32 r = over == RANKS ? b.me : over;
+    const Received received = {over, b.control.tokens[r], b.control.rows[r]};
+    // Prefix sums were written by other threads of this block before a block barrier.
+    const i32* psum = b.mine<i32>(b.p.rank_psum);
+    write_counts(b.p, (u64)b.mine<u8>(0), b.epoch, received, b.start, [&](u32 j) { return b.total[b.me * local + j]; },
+                 [&](u32 s) { return psum[s]; });
 }

@@ -105,8 +105,8 @@ struct Mover {
                 if (row < 0) continue;
                 for (u32 p = b.lane; p < b.p.scale_packs; p += 32) {
                     const u32 v = t >= 0 ? arch::ld_stream(given + (i64)p * b.p.scale_pack_stride)
-                                         : arch::ld_received(scale_pack(b, output, from, p));
-                    *scale_pack(b, output, row, p) = v;
+                                         : arch::ld_received(scale_pack(b.p, output, from, p));
+                    *scale_pack(b.p, output, row, p) = v;
                 }
             }
         }
@@ -231,24 +231,3 @@ struct Mover {
         arch::bulk_wait();
     }
 };
-
-// Expanded, on request: zeroes the rows between the experts. Warps of sending blocks that have nothing else to do; `worker` of
-// `workers` over the whole rank.
-DEVICE void zero_gaps(const Block& b, u32 worker, u32 workers) {
-    const u64 output = b.control.output[b.me];
-    const i32* count = b.mine<i32>(b.p.expert_count);
-    const i32* start = b.mine<i32>(b.p.expert_start);
-    const Vec16 zero = {0, 0, 0, 0};
-    u32 turn = 0;
-    for (u32 j = 0; j < b.p.local_experts; j++) {
-        const i32 first = start[j] + count[j], end = start[j + 1];
-        // Gap rows are dealt out in turn.
-        for (i32 row = first + (i32)((worker + workers - turn) % workers); row < end; row += workers) {
-            Vec16* to = (Vec16*)(output + b.p.rows + (u64)row * b.p.row_bytes);
-            for (u32 i = b.lane; i < b.p.row_bytes / 16; i += 32) to[i] = zero;
-            for (u32 p = b.lane; p < b.p.scale_packs; p += 32) *scale_pack(b, output, row, p) = 0;
-            if (b.lane == 0 && b.p.weights) ((u32*)(output + b.p.row_weight))[row] = 0;
-        }
-        turn = (turn + (u32)(end - first)) % workers;
-    }
-}

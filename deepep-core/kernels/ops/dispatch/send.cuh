@@ -35,7 +35,7 @@ DEVICE void copy_scales(const Block& b, u32 token, i32 row, u32 first_lane) {
 #pragma unroll
             for (u32 i = 0; i < BATCH; i++) {
                 const u32 pack = p0 + 32 * i;
-                if (pack < b.p.scale_packs) *scale_pack(b, b.control.output[r], rows[r], pack) = v[i];
+                if (pack < b.p.scale_packs) *scale_pack(b.p, b.control.output[r], rows[r], pack) = v[i];
             }
         }
     }

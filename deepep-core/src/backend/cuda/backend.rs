@@ -102,9 +102,8 @@ impl CudaBackend {
         let reports = Arc::new(Reports::new(status, heap.rank(), config.timeout));
         let readback = Readback::new(gpu.context(), &reports)?;
         let queue = Queue::new(gpu.context(), reports)?;
-        let mine = |program: &Program| {
-            matches!(program, Program::Barrier { .. } | Program::Dispatch { .. } | Program::Combine { .. })
-        };
+        let mine =
+            |program: &Program| !matches!(program, Program::Collective(_) | Program::MultimemBarrier { .. });
         // All of them: loading one later could have to wait for a kernel that waits for this rank.
         let programs: Vec<_> = Program::all(layout.ranks).into_iter().filter(mine).collect();
         engine.prewarm(&programs)?;

@@ -130,7 +130,7 @@ impl CollectiveEngine {
             chunk: chunk as u32,
             reserved: 0,
         };
-        let shape = LaunchShape { blocks, threads: THREADS, shared_bytes: 0 };
+        let shape = LaunchShape { blocks, threads: THREADS, shared_bytes: 0, early: false };
         // SAFETY: the parameters are those of the collectives' kernels; the caller vouches for stream and tensors, and whoever made the
         // engine for the memory.
         unsafe { launch(&self.context, self.cooperative, "a collective", &kernel, shape, &params, stream) }
@@ -151,7 +151,7 @@ impl CollectiveEngine {
             words: self.layout.words as u64,
             count: self.layout.count as u64,
         };
-        let shape = LaunchShape { blocks: 1, threads: BARRIER_THREADS, shared_bytes: 0 };
+        let shape = LaunchShape { blocks: 1, threads: BARRIER_THREADS, shared_bytes: 0, early: false };
         // SAFETY: as in `run`.
         unsafe { launch(&self.context, self.cooperative, "a barrier", &kernel, shape, &params, stream) }
     }

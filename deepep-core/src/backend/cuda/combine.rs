@@ -6,6 +6,7 @@ use cuda_vmm::sys::CUstream;
 
 use super::grid::CombineGrid;
 use super::module::Kernel;
+use super::packets::PacketGrid;
 use super::{Engine, LaunchShape};
 use crate::error::{Error, Result};
 use crate::jit::Program;
@@ -15,8 +16,14 @@ use crate::layout::{CombineShape, DispatchShape, Placement};
 /// A combine of one shape: its kernel, its grid, and the arguments that don't change.
 pub(crate) struct CombinePlan {
     kernel: Arc<Kernel>,
-    grid: CombineGrid,
+    form: Form,
     params: CombineParams,
+}
+
+/// How rows travel.
+enum Form {
+    Rows(CombineGrid),
+    Packets(PacketGrid),
 }
 
 /// What one call brings. Addresses are this device's, rows contiguous and 16-byte aligned; 0 where the call has none.
@@ -52,12 +59,19 @@ impl Engine {
             );
             return Err(Error::invalid("combine shape", format!("{shape:?}"), need));
         }
-        let grid = CombineGrid::new(shape, self.limits, self.combine_roles)?;
-        let kernel = self.kernels.get(Program::Combine {
-            ranks: shape.ranks,
-            placement: shape.placement,
-            reduce_first: shape.reduce_first || shape.placement == Placement::Plain,
-        })?;
+        let (ranks, placement) = (shape.ranks, shape.placement);
+        let sums = shape.sums() || placement == Placement::Plain;
+        let (program, form) = match &self.layout.workspace.packets {
+            Some(packets) if sums => {
+                let grid = PacketGrid::combine(shape, self.limits, packets);
+                (Program::PacketCombine { ranks, placement }, Form::Packets(grid))
+            }
+            _ => {
+                let grid = CombineGrid::new(shape, self.limits, self.combine_roles)?;
+                (Program::Combine { ranks, placement, reduce_first: sums }, Form::Rows(grid))
+            }
+        };
+        let kernel = self.kernels.get(program)?;
         let sets = &self.layout.receive;
         let params = CombineParams {
             domain: self.domain,
@@ -67,6 +81,7 @@ impl Engine {
             sent_row: handle.sent_row as u64,
             own_row: handle.own_row as u64,
             rank_psum: handle.rank_psum as u64,
+            lane_place: handle.lane_place as u64,
             receive: sets.offset as u64,
             receive_stride: sets.stride as u64,
             receive_weights: receive.weights as u64,
@@ -76,16 +91,22 @@ impl Engine {
             row_bytes: shape.row_bytes as u32,
             sets: sets.count as u32,
             by_lane: u32::from(shape.by_lane()),
-            row_warps: grid.row_warps as u32,
-            stages: grid.stages as u32,
-            stage_bytes: grid.stage_bytes as u32,
-            reducers: grid.reducers as u32,
-            pieces: grid.pieces as u32,
-            rings: grid.rings as u32,
-            control: grid.control as u32,
             ..CombineParams::default()
         };
-        Ok(CombinePlan { kernel, grid, params })
+        let params = match form {
+            Form::Rows(grid) => CombineParams {
+                row_warps: grid.row_warps as u32,
+                stages: grid.stages as u32,
+                stage_bytes: grid.stage_bytes as u32,
+                reducers: grid.reducers as u32,
+                pieces: grid.pieces as u32,
+                rings: grid.rings as u32,
+                control: grid.control as u32,
+                ..params
+            },
+            Form::Packets(..) => params,
+        };
+        Ok(CombinePlan { kernel, form, params })
     }
 
     /// Enqueues a combine.
@@ -112,12 +133,22 @@ impl Engine {
             tokens: call.tokens as u32,
             ..plan.params
         };
-        let shape = LaunchShape {
-            blocks: plan.grid.blocks,
-            threads: plan.grid.threads,
-            shared_bytes: plan.grid.shared_bytes,
-        };
-        // SAFETY: CombineParams are the kernel's; the caller vouches for addresses, slot and stream, the engine for the heaps.
-        unsafe { self.launch("combine", &plan.kernel, shape, &params, stream) }
+        match plan.form {
+            Form::Rows(grid) => {
+                let shape = LaunchShape {
+                    blocks: grid.blocks,
+                    threads: grid.threads,
+                    shared_bytes: grid.shared_bytes,
+                    early: false,
+                };
+                // SAFETY: CombineParams are the kernel's; the caller vouches for addresses, slot and stream, the engine for the heaps.
+                unsafe { self.launch("combine", &plan.kernel, shape, &params, stream) }
+            }
+            Form::Packets(grid) => {
+                let params = grid.combine_params(params);
+                // SAFETY: as above, with PacketCombineParams.
+                unsafe { self.launch("combine", &plan.kernel, grid.launch(self.early), &params, stream) }
+            }
+        }
     }
 }

@@ -6,6 +6,7 @@ use cuda_vmm::sys::CUstream;
 
 use super::grid::{DispatchGrid, scales_in_bulk};
 use super::module::Kernel;
+use super::packets::PacketGrid;
 use super::{Engine, LaunchShape};
 use crate::error::Result;
 use crate::jit::params::DispatchParams;
@@ -18,8 +19,14 @@ use crate::layout::OutputLayout;
 pub(crate) struct DispatchPlan {
     kernel: Arc<Kernel>,
     shape: DispatchShape,
-    grid: DispatchGrid,
+    form: Form,
     params: DispatchParams,
+}
+
+/// How rows travel.
+enum Form {
+    Rows(DispatchGrid),
+    Packets(PacketGrid),
 }
 
 /// What one call brings. Addresses are this device's; 0 where the call has none.
@@ -64,12 +71,18 @@ impl Engine {
     /// Prepares a dispatch: compiles and loads its kernel if need be.
     pub(crate) fn plan_dispatch(&self, shape: &DispatchShape) -> Result<DispatchPlan> {
         let (output, handle) = self.layout.fits_dispatch(shape)?;
-        let grid = DispatchGrid::new(shape, self.limits)?;
-        let kernel = self.kernels.get(Program::Dispatch {
-            ranks: shape.ranks,
-            placement: shape.placement,
-            index: shape.index,
-        })?;
+        let (ranks, placement, index) = (shape.ranks, shape.placement, shape.index);
+        let (program, form) = match &self.layout.workspace.packets {
+            Some(packets) => {
+                let grid = PacketGrid::dispatch(shape, self.limits, packets)?;
+                (Program::PacketDispatch { ranks, placement, index }, Form::Packets(grid))
+            }
+            None => {
+                let grid = DispatchGrid::new(shape, self.limits)?;
+                (Program::Dispatch { ranks, placement, index }, Form::Rows(grid))
+            }
+        };
+        let kernel = self.kernels.get(program)?;
         let (pack_stride, row_stride) = shape.scale_strides();
         let (outputs, handles) = (&self.layout.outputs, &self.layout.handles);
         let params = DispatchParams {
@@ -95,6 +108,7 @@ impl Engine {
             rank_psum: handle.rank_psum as u64,
             expert_start: handle.expert_start as u64,
             expert_count: handle.expert_count as u64,
+            lane_place: handle.lane_place as u64,
             host_counts: self.domain.status + self.layout.status.counts as u64,
             max_tokens: shape.max_tokens as u32,
             lanes: shape.topk as u32,
@@ -105,19 +119,25 @@ impl Engine {
             alignment: shape.alignment as u32,
             token_capacity: shape.token_capacity as u32,
             row_capacity: shape.row_capacity as u32,
-            senders: grid.senders as u32,
-            row_warps: grid.row_warps as u32,
-            stages: grid.stages as u32,
-            stage_bytes: grid.stage_bytes as u32,
-            drawn: grid.drawn as u32,
-            control: grid.control as u32,
-            base: grid.base as u32,
-            total: grid.total as u32,
-            start: grid.start as u32,
-            warp_counts: grid.warp_counts as u32,
             ..DispatchParams::default()
         };
-        Ok(DispatchPlan { kernel, shape: *shape, grid, params })
+        let params = match form {
+            Form::Rows(grid) => DispatchParams {
+                senders: grid.senders as u32,
+                row_warps: grid.row_warps as u32,
+                stages: grid.stages as u32,
+                stage_bytes: grid.stage_bytes as u32,
+                drawn: grid.drawn as u32,
+                control: grid.control as u32,
+                base: grid.base as u32,
+                total: grid.total as u32,
+                start: grid.start as u32,
+                warp_counts: grid.warp_counts as u32,
+                ..params
+            },
+            Form::Packets(..) => params,
+        };
+        Ok(DispatchPlan { kernel, shape: *shape, form, params })
     }
 
     /// Enqueues a dispatch.
@@ -133,7 +153,10 @@ impl Engine {
         call: &DispatchLaunch,
         stream: CUstream,
     ) -> Result<()> {
-        let senders = plan.grid.senders as u32;
+        let senders = match plan.form {
+            Form::Rows(grid) => grid.senders as u32,
+            Form::Packets(..) => 0,
+        };
         let bulk = scales_in_bulk(&plan.shape, call.scale_row_stride, call.scale_pack_stride, call.scales);
         let params = DispatchParams {
             x: call.x,
@@ -151,9 +174,22 @@ impl Engine {
             count_tag: call.count_tag,
             ..plan.params
         };
-        let shape =
-            LaunchShape { blocks: plan.grid.blocks, threads: THREADS, shared_bytes: plan.grid.shared_bytes };
-        // SAFETY: DispatchParams are the kernel's; the caller vouches for addresses, slots and stream, the engine for the heaps.
-        unsafe { self.launch("dispatch", &plan.kernel, shape, &params, stream) }
+        match plan.form {
+            Form::Rows(grid) => {
+                let shape = LaunchShape {
+                    blocks: grid.blocks,
+                    threads: THREADS,
+                    shared_bytes: grid.shared_bytes,
+                    early: false,
+                };
+                // SAFETY: DispatchParams are the kernel's; the caller vouches for addresses, slots and stream, the engine for the heaps.
+                unsafe { self.launch("dispatch", &plan.kernel, shape, &params, stream) }
+            }
+            Form::Packets(grid) => {
+                let params = grid.dispatch_params(params);
+                // SAFETY: as above, with PacketDispatchParams.
+                unsafe { self.launch("dispatch", &plan.kernel, grid.launch(self.early), &params, stream) }
+            }
+        }
     }
 }

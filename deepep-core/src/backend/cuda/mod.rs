@@ -14,6 +14,7 @@ mod events;
 mod gpu;
 mod grid;
 mod module;
+mod packets;
 mod pinned;
 mod queue;
 mod reports;
@@ -62,6 +63,8 @@ pub(crate) struct EngineOptions {
     /// Launch so that the driver refuses a grid that can't be resident as a whole. Switched off where ranks of one process share a
     /// device and `max_blocks` sees to it.
     pub(crate) cooperative: bool,
+    /// Operations in packets are launched while the kernel before them still runs (programmatic dependent launch).
+    pub(crate) early: bool,
     /// What the warps of a combine do, if the formula's choice is not wanted.
     pub(crate) combine_roles: Option<CombineRoles>,
     /// NVRTC's library, if it is not to be searched for.
@@ -73,7 +76,15 @@ pub(crate) struct EngineOptions {
 impl Default for EngineOptions {
     fn default() -> Self {
         let (timeout, cache) = (Duration::from_secs(30), Cache::default_location());
-        Self { timeout, max_blocks: 0, cooperative: true, combine_roles: None, nvrtc: None, cache }
+        Self {
+            timeout,
+            max_blocks: 0,
+            cooperative: true,
+            early: false,
+            combine_roles: None,
+            nvrtc: None,
+            cache,
+        }
     }
 }
 
@@ -84,6 +95,7 @@ pub(crate) struct Engine {
     domain: Domain,
     limits: Limits,
     cooperative: bool,
+    early: bool,
     combine_roles: Option<CombineRoles>,
     kernels: Kernels,
     barrier: Arc<Kernel>,
@@ -119,6 +131,7 @@ impl Engine {
             domain,
             limits,
             cooperative: options.cooperative,
+            early: options.early,
             combine_roles: options.combine_roles,
             kernels,
             barrier,
@@ -136,7 +149,7 @@ impl Engine {
     /// `stream` is a stream of this engine's context. Operations of the buffer are ordered on it.
     pub(crate) unsafe fn barrier(&self, stream: CUstream) -> Result<()> {
         let params = BarrierParams { domain: self.domain };
-        let shape = LaunchShape { blocks: 1, threads: BARRIER_THREADS, shared_bytes: 0 };
+        let shape = LaunchShape { blocks: 1, threads: BARRIER_THREADS, shared_bytes: 0, early: false };
         // SAFETY: the parameters are those of the barrier kernel; the caller vouches for the stream, and whoever made the engine for
         // the memory.
         unsafe { self.launch("barrier", &self.barrier, shape, &params, stream) }
@@ -171,10 +184,20 @@ unsafe fn launch<P>(
     stream: CUstream,
 ) -> Result<()> {
     let _bound = context.bind()?;
-    let mut attribute = CUlaunchAttribute {
-        id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
-        pad: Default::default(),
-        value: CUlaunchAttributeValue { cooperative: 1 },
+    let mut attribute = if shape.early {
+        // A grid that is launched early is not cooperative: the blocks before it leave one by one. It has no more blocks than there are
+        // multiprocessors, all of which come free without its help.
+        CUlaunchAttribute {
+            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: Default::default(),
+            value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        }
+    } else {
+        CUlaunchAttribute {
+            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
+            pad: Default::default(),
+            value: CUlaunchAttributeValue { cooperative: 1 },
+        }
     };
     let config = CUlaunchConfig {
         gridDimX: shape.blocks as u32,
@@ -186,7 +209,7 @@ unsafe fn launch<P>(
         sharedMemBytes: shape.shared_bytes as u32,
         hStream: stream,
         attrs: &mut attribute,
-        numAttrs: u32::from(cooperative),
+        numAttrs: u32::from(cooperative || shape.early),
     };
     let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
     let driver = context.device().cuda().driver();
@@ -226,6 +249,8 @@ struct LaunchShape {
     blocks: usize,
     threads: usize,
     shared_bytes: usize,
+    /// The kernel may become resident while the one before still runs; it waits for its end before it does anything.
+    early: bool,
 }
 
 fn domain(w: &WorkspaceLayout, rank: usize, heap: &[u64], status: u64, timeout: Duration) -> Domain {

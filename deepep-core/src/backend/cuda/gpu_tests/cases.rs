@@ -85,6 +85,17 @@ pub(super) fn all(ranks: usize) -> Vec<Named> {
     large.placement = Placement::Expanded;
     (large.max_tokens, large.tokens) = (1024 / ranks, vec![1024 / ranks; ranks]);
     all.push(("expanded, thousands of FP8 rows".into(), large));
+    with_packets(all)
+}
+
+/// The same once more with rows in packets, where they can be.
+fn with_packets(mut all: Vec<Named>) -> Vec<Named> {
+    let packets: Vec<Named> = all
+        .iter()
+        .map(|(name, case)| (format!("packets, {name}"), Case { packets: true, ..case.clone() }))
+        .filter(|(_, case)| case.in_packets())
+        .collect();
+    all.extend(packets);
     all
 }
 
@@ -100,5 +111,5 @@ pub(super) fn stress(ranks: usize) -> Vec<Named> {
         (case.sets, case.scale_packs, case.biases) = (1, 3, 1);
         all.push((format!("{placement:?}, one set, odd scales"), case));
     }
-    all
+    with_packets(all)
 }

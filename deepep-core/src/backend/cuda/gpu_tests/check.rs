@@ -168,6 +168,9 @@ fn sent(
 ) -> Outcome {
     let (topk, ranks) = (case.topk, case.ranks);
     let expanded = case.placement == Placement::Expanded;
+    if case.in_packets() {
+        lane_places(case, me, handle, h, want)?;
+    }
     for (i, &expert) in input.experts.iter().enumerate() {
         same("topk", i, i32_at(handle, h.topk, i), expert as i32)?;
     }
@@ -182,6 +185,8 @@ fn sent(
             let lanes = |i: i32| &there.lane_row[i as usize * topk..][..topk];
             let first =
                 if index < 0 { -1 } else { lanes(index).iter().copied().find(|&r| r >= 0).unwrap_or(-1) };
+            // Packets are placed by their receiver: in the expanded layout the sender knows the token index only.
+            let first = if expanded && r != me && case.in_packets() { index } else { first };
             same("sent_row", t * ranks + r, i32_at(handle, h.sent_row, t * ranks + r), first)?;
             if expanded {
                 same("sent_index", t * ranks + r, i32_at(handle, h.sent_index, t * ranks + r), index)?;
@@ -193,6 +198,21 @@ fn sent(
                 }
             }
         }
+    }
+    Ok(())
+}
+
+/// Rows here of all ranks' tokens.
+fn lane_places(case: &Case, me: usize, handle: &[u8], h: &HandleLayout, want: &[Received]) -> Outcome {
+    let (topk, here) = (case.topk, &want[me]);
+    let mut rows = vec![-1; case.ranks * case.max_tokens * topk];
+    for (i, &(s, t)) in here.tokens.iter().enumerate() {
+        for k in (0..topk).filter(|k| here.lanes[i] >> k & 1 == 1) {
+            rows[(s * case.max_tokens + t) * topk + k] = here.lane_row[i * topk + k];
+        }
+    }
+    for (i, &row) in rows.iter().enumerate() {
+        same("lane_place", i, i32_at(handle, h.lane_place, i), row)?;
     }
     Ok(())
 }

@@ -4,14 +4,15 @@ use std::time::{Duration, Instant};
 
 use super::check::{POISON, Slots, i32_at};
 use super::input::{Case, Input};
+use super::machine::Machine;
 use super::{Bench, DispatchLaunch, check, engine, machine};
 use crate::layout::{DispatchShape, HandleLayout, OutputLayout, Phase, Placement, RecordKind};
 
 #[test]
 fn bad_ids_are_reported_and_count_as_none() {
     let Some(machine) = machine() else { return };
-    for placement in [Placement::Plain, Placement::Expanded] {
-        let case = Case::new(2, 100, placement);
+    let cases = [Placement::Plain, Placement::Expanded].map(|p| Case::new(2, 100, p).both_ways());
+    for case in cases.into_iter().flatten() {
         let bench = Bench::new(&machine, &case).unwrap();
         let mut inputs: Vec<Input> = (0..2).map(|r| Input::new(&case, r, 3)).collect();
         let given: Vec<Vec<i64>> = inputs.iter().map(|i| i.experts.clone()).collect();
@@ -59,8 +60,9 @@ fn replan(bench: &mut Bench, shape: &DispatchShape) {
 #[test]
 fn too_little_capacity_moves_nothing_and_says_how_much_is_needed() {
     let Some(machine) = machine() else { return };
-    for placement in [Placement::Plain, Placement::Expanded] {
-        let case = Case::new(2, 100, placement);
+    let cases = [Placement::Plain, Placement::Expanded].map(|p| Case::new(2, 100, p).both_ways());
+    for case in cases.into_iter().flatten() {
+        let placement = case.placement;
         let mut bench = Bench::new(&machine, &case).unwrap();
         let round = bench.prepare((0..2).map(|r| Input::new(&case, r, 4)).collect(), 4);
         let needed = match placement {
@@ -101,11 +103,16 @@ fn too_little_capacity_moves_nothing_and_says_how_much_is_needed() {
 
 #[test]
 fn exact_counts_reach_the_host() {
-    use crate::layout::CountsLayout as C;
     let Some(machine) = machine() else { return };
-    let case = Case::new(2, 64, Placement::Expanded);
-    let bench = Bench::new(&machine, &case).unwrap();
-    let round = bench.prepare((0..2).map(|r| Input::new(&case, r, 8)).collect(), 8);
+    for case in Case::new(2, 64, Placement::Expanded).both_ways() {
+        exact_counts(&machine, &case);
+    }
+}
+
+fn exact_counts(machine: &Machine, case: &Case) {
+    use crate::layout::CountsLayout as C;
+    let bench = Bench::new(machine, case).unwrap();
+    let round = bench.prepare((0..2).map(|r| Input::new(case, r, 8)).collect(), 8);
     bench.upload(0, &round).unwrap();
     for (r, rank) in bench.group.ranks.iter().enumerate() {
         let t = &bench.tensors[0][r];
@@ -137,10 +144,9 @@ fn exact_counts_reach_the_host() {
 #[test]
 fn a_missing_rank_is_named() {
     let Some(machine) = machine() else { return };
-    for (operation, phase) in
-        [("dispatch", Phase::Totals), ("combine", Phase::Arrival), ("barrier", Phase::Barrier)]
-    {
-        let case = Case::new(3, 64, Placement::Plain);
+    let operations = [("dispatch", Phase::Totals), ("combine", Phase::Arrival), ("barrier", Phase::Barrier)];
+    let cases = Case::new(3, 64, Placement::Plain).both_ways();
+    for (case, (operation, phase)) in cases.iter().flat_map(|case| operations.map(|o| (case.clone(), o))) {
         let bench = Bench::new(&machine, &case).unwrap();
         let round = bench.prepare((0..3).map(|r| Input::new(&case, r, 9)).collect(), 9);
         bench.upload(0, &round).unwrap();
@@ -179,9 +185,14 @@ fn a_missing_rank_is_named() {
 #[test]
 fn different_calls_are_found() {
     let Some(machine) = machine() else { return };
-    let case = Case::new(2, 32, Placement::Plain);
-    let bench = Bench::new(&machine, &case).unwrap();
-    let round = bench.prepare((0..2).map(|r| Input::new(&case, r, 9)).collect(), 9);
+    for case in Case::new(2, 32, Placement::Plain).both_ways() {
+        different_calls(&machine, &case);
+    }
+}
+
+fn different_calls(machine: &Machine, case: &Case) {
+    let bench = Bench::new(machine, case).unwrap();
+    let round = bench.prepare((0..2).map(|r| Input::new(case, r, 9)).collect(), 9);
     bench.upload(0, &round).unwrap();
     bench.poison().unwrap();
     for (r, rank) in bench.group.ranks.iter().enumerate() {

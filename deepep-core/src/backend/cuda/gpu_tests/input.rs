@@ -1,7 +1,7 @@
 //! What the tests send: a case, and data that depend on its seed, so that nothing of an earlier round can pass for this one's.
 
 use super::super::CombineRoles;
-use crate::layout::{CombineShape, DispatchShape, IndexWidth, Placement, ScaleOrder};
+use crate::layout::{CombineShape, DispatchShape, IndexWidth, PacketLayout, Placement, ScaleOrder};
 
 /// How tokens choose experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,6 +45,8 @@ pub(super) struct Case {
     pub(super) wild: bool,
     /// Blocks an operation may use; 0 for all.
     pub(super) blocks: usize,
+    /// Small batches travel in packets.
+    pub(super) packets: bool,
     /// Other roles of combine's warps than the formula's.
     pub(super) roles: Option<CombineRoles>,
 }
@@ -73,8 +75,19 @@ impl Case {
             sets: 2,
             wild: false,
             blocks: 0,
+            packets: false,
             roles: None,
         }
+    }
+
+    /// With rows that travel as rows, and in packets.
+    pub(super) fn both_ways(self) -> [Self; 2] {
+        [Self { packets: false, ..self.clone() }, Self { packets: true, ..self }]
+    }
+
+    /// Whether rows travel in packets.
+    pub(super) fn in_packets(&self) -> bool {
+        self.packets && PacketLayout::possible(self.ranks, self.max_tokens, self.experts)
     }
 
     pub(super) fn dispatch_shape(&self) -> DispatchShape {

@@ -116,6 +116,7 @@ impl Bench {
             output_slots: OUTPUT_SLOTS,
             handle_slots: HANDLE_SLOTS,
             receive_sets: case.sets,
+            packets: case.packets,
         };
         let group = Group::new(machine, &config, case.blocks, case.roles)?;
         let (dispatch, combine) = (case.dispatch_shape(), case.combine_shape());

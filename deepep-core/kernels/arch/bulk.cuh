@@ -17,8 +17,16 @@ DEVICE void bulk_store(void* global, const void* shared, u32 bytes) {
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // All stores of this thread have read their source: shared memory may be overwritten.
 DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-// All groups of this thread but the newest are complete, like bulk_wait.
-DEVICE void bulk_wait_but_last() { asm volatile("cp.async.bulk.wait_group 1;" ::: "memory"); }
+// All groups of this thread but the newest `count` are complete, like bulk_wait; also the newest if they are too many.
+DEVICE void bulk_wait_but(u32 count) {
+    switch (count) {
+        case 1: asm volatile("cp.async.bulk.wait_group 1;" ::: "memory"); break;
+        case 2: asm volatile("cp.async.bulk.wait_group 2;" ::: "memory"); break;
+        case 3: asm volatile("cp.async.bulk.wait_group 3;" ::: "memory"); break;
+        case 4: asm volatile("cp.async.bulk.wait_group 4;" ::: "memory"); break;
+        default: asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    }
+}
 // All stores of this thread are complete: a release or fence may publish them.
 DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 

@@ -40,7 +40,7 @@ struct Terms {
 //   void begin(): that result becomes the current one.
 //   u32 biases(Sum (&)[VECTORS], u32 from): adds biases to a cleared sum; how many.
 //   bool put(u32 from, const Vec16 (&)[VECTORS]): a piece of the current result, from byte `from`.
-//   void end(): of the current result.
+//   bool end(): of the current result.
 struct Gather {
     const Block& b;
     u8* pieces;
@@ -197,7 +197,7 @@ struct Gather {
 #pragma unroll 1
             for (u32 at = 0; at < b.p.row_bytes; at += PIECE_BYTES)
                 if (!piece(walk, now, at)) return false;
-            walk.end();
+            if (!walk.end()) return false;
         }
     }
 };

@@ -100,11 +100,12 @@ struct Reduction {
         }
         return true;
     }
-    DEVICE void end() const {
-        if (!b.p.out_weights || b.lane >= b.p.lanes) return;
+    DEVICE bool end() const {
+        if (!b.p.out_weights || b.lane >= b.p.lanes) return true;
         const u64 at = (u64)now.t * b.p.lanes + b.lane;
         // Those of other ranks came with rows that have been waited for.
         const bool came = now.dest >= 0 && now.dest != (i32)b.me;
         ((float*)b.p.out_weights)[at] = came ? __uint_as_float(arch::ld_received((const u32*)b.receive_weights(b.me) + at)) : weight;
+        return true;
     }
 };

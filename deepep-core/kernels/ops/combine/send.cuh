@@ -117,7 +117,7 @@ struct Sender {
         flag = EMPTY;
         return ok;
     }
-    // Lane s: the row in its stage was loaded; stores it, and announces the one before.
+    // Lane s: the row in its stage was loaded; stores it.
     DEVICE bool store_oldest() {
         const u32 s = tail++ % count;
         bool ok = true;
@@ -130,16 +130,24 @@ struct Sender {
                 const u32 rank = code >> CODE_RANK_SHIFT, cell = code & ((1u << CODE_RANK_SHIFT) - 1);
                 arch::bulk_store((void*)b.receive_row(rank, cell), at(s), b.p.row_bytes);
                 arch::bulk_commit();
-                arch::bulk_wait_but_last();
-                ok = publish();
-                flag = code;
             }
         }
         return warp::all(ok);
     }
+    // After store_oldest: the row that was stored from the same stage before has completed, too; announces it. `next`: the row that was stored.
+    DEVICE bool settle(u32 next) {
+        bool ok = true;
+        if (b.lane == (tail - 1) % count) {
+            arch::bulk_wait_but(1);
+            ok = publish();
+            flag = next;
+        }
+        return warp::all(ok);
+    }
     DEVICE bool send_row(const u8* row, u32 peer, u32 cell) {
-        if (head - tail == (count > 1 ? count - 1 : 1) && !store_oldest()) return false;
-        const u32 s = head++ % count;
+        const bool full = head - tail == (count > 1 ? count - 1 : 1);
+        if (full && !store_oldest()) return false;
+        const u32 stored = code, s = head++ % count;
         if (b.lane == s) {
             arch::bulk_wait_read();
             arch::mbarrier_expect(bars + s, b.p.row_bytes);
@@ -147,7 +155,7 @@ struct Sender {
             loading = true;
             code = peer << CODE_RANK_SHIFT | cell;
         }
-        return true;
+        return !full || settle(stored);
     }
     DEVICE bool send_token(u32 peer, u32 token, u32 lanes, i32 index) {
         if (!EXPANDED) {
@@ -174,7 +182,7 @@ struct Sender {
                 ok = send_token(peer, token, lanes, warp::get(list.index, k));
             }
         }
-        while (ok && tail != head) ok = store_oldest();
+        while (ok && tail != head) ok = store_oldest() && settle(code);
         weights.flush();
         if (loading) {  // after a failure: let the load end
             const u64 start = arch::now_ns();

@@ -5,9 +5,9 @@
 
 // The received tokens that one warp sends back (see Gather). A piece of a sum leaves as soon as it is there.
 //
-// Piece slot s of the warp belongs to lane s, which issues its stores. A slot is written again when its store has completed, not only
-// read: so when the slot of a token's last piece comes round again, all pieces of the token have completed, and its flag is
-// handed in.
+// Piece slot s of the warp belongs to lane s, which issues its stores. A slot is written again when its store has read it. Each lane ends a token with
+// the same number of bulk groups, some of them empty, so that after a token the pieces of the one before can be waited for; then its flag
+// is handed in.
 struct SumSender {
     static constexpr bool PARTIAL = false;
     struct Token {
@@ -19,14 +19,17 @@ struct SumSender {
     Worklist list;
     u8* slots;
     u32 slot, count;           // next slot, and how many there are
-    u32 flag;                  // of the token whose last piece was stored from this lane's slot
+    u32 groups;                // bulk groups of a lane for a token
+    u32 flag;                  // of the token before the current one
     bool some;                 // `ahead` is a token
     Token ahead, coming, now;  // being looked up, being loaded, being summed
     Weights weights;
 
     DEVICE SumSender(const Block& block, u32 worker, u32 workers)
         : b(block), list(block, worker, workers), slots(block.stages + (u64)block.warp * block.p.stages * PIECE_BYTES), slot(0),
-          count(block.p.stages), flag(EMPTY), some(true), weights(block) {
+          count(block.p.stages), groups(0), flag(EMPTY), some(true), weights(block) {
+        const u32 pieces = (b.p.row_bytes + PIECE_BYTES - 1) / PIECE_BYTES;
+        groups = (pieces + count - 1) / count;
         look_up();
     }
     DEVICE void look_up() {
@@ -40,10 +43,12 @@ struct SumSender {
         ahead.row = -1;
         if (ahead.lanes >> b.lane & 1) ahead.row = b.handle<i32>(b.p.lane_row)[index * b.p.lanes + b.lane];
     }
+    // All pieces of the token before the current one have completed. Whole warp.
     DEVICE bool publish() {
-        const bool ok = flag == EMPTY || hand_in(b.d, b.control.mail, b.place(PHASE_ANNOUNCER, b.me, b.warp), flag);
-        flag = EMPTY;
-        return ok;
+        warp::sync();
+        bool ok = true;
+        if (b.lane == 0 && flag != EMPTY) ok = hand_in(b.d, b.control.mail, b.place(PHASE_ANNOUNCER, b.me, b.warp), flag);
+        return warp::all(ok);
     }
 
     DEVICE bool take(Terms& terms) {
@@ -57,16 +62,13 @@ struct SumSender {
     DEVICE bool ready(bool) const { return true; }
     DEVICE void begin() {
         now = coming;
+        slot = 0;
         weights.take(now.peer, now.token, now.lanes, now.row < 0 ? 0 : now.row);
     }
     DEVICE u32 biases(Sum (&)[VECTORS], u32) const { return 0; }
+    DEVICE u32 cell() const { return b.cell(b.p.by_lane ? highest(now.lanes) : rank_slot(b.me, now.peer), now.token); }
     DEVICE bool put(u32 from, const Vec16 (&v)[VECTORS]) {
-        bool ok = true;
-        if (b.lane == slot) {
-            arch::bulk_wait();
-            ok = publish();
-        }
-        if (!warp::all(ok)) return false;
+        if (b.lane == slot) arch::bulk_wait_read();
         warp::sync();
         Vec16* to = (Vec16*)(slots + slot * PIECE_BYTES) + b.lane;
 #pragma unroll
@@ -75,21 +77,26 @@ struct SumSender {
         arch::fence_proxy_shared();
         warp::sync();
         if (b.lane == slot) {
-            const u32 left = b.p.row_bytes - from, cell = b.cell(b.p.by_lane ? highest(now.lanes) : rank_slot(b.me, now.peer), now.token);
-            arch::bulk_store((void*)(b.receive_row(now.peer, cell) + from), slots + slot * PIECE_BYTES, left < PIECE_BYTES ? left : PIECE_BYTES);
+            const u32 left = b.p.row_bytes - from;
+            arch::bulk_store((void*)(b.receive_row(now.peer, cell()) + from), slots + slot * PIECE_BYTES, left < PIECE_BYTES ? left : PIECE_BYTES);
             arch::bulk_commit();
-            if (left <= PIECE_BYTES) flag = now.peer << CODE_RANK_SHIFT | cell;
         }
         if (++slot == count) slot = 0;
         return true;
     }
-    DEVICE void end() const {}
+    DEVICE bool end() {
+        // Lanes that had one piece less: slot is the first of them, or 0.
+        if (slot != 0 && b.lane >= slot) arch::bulk_commit();
+        arch::bulk_wait_but(groups);
+        if (!publish()) return false;
+        flag = now.peer << CODE_RANK_SHIFT | cell();
+        return true;
+    }
 
     // After the last token: everything has left.
     DEVICE void finish(bool ok) {
         weights.flush();
         arch::bulk_wait();
-        warp::sync();
         if (ok) publish();
         warp::sync();
         if (b.lane == 0) hand_in_done(b.control.mail);

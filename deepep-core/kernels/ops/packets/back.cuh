@@ -71,8 +71,8 @@ struct GroupSum {
 
 // Sum of the rows that the lanes in `which` hold, in ascending order; the bits of a single one. Whole warp.
 DEVICE Group sum_rows(const Back& b, i32 row, u32 which, u32 g) {
-    // Loaded together; with more ranks a token has fewer rows on each.
-    constexpr u32 ROWS = RANKS <= 2 ? 4 : 3;
+    // Loaded together: as many as registers hold.
+    constexpr u32 ROWS = RANKS == 2 ? 4 : 3;
     const u32 words = b.words(g);
     // In the plain layout all lanes name the same row.
     if (!EXPANDED || (which & (which - 1)) == 0) {

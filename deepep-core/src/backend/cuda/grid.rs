@@ -149,12 +149,13 @@ pub(super) struct CombineGrid {
     pub(super) shared_bytes: usize,
 }
 
-/// Warps of a combine block that send, stages of each, warps that reduce.
+/// Warps of a combine block that send, stages of each, warps that reduce, and pieces in the ring of each warp that sums, at most.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CombineRoles {
     pub(crate) row_warps: usize,
     pub(crate) stages: usize,
     pub(crate) reducers: usize,
+    pub(crate) pieces: usize,
 }
 
 impl CombineRoles {
@@ -169,7 +170,8 @@ impl CombineRoles {
             (false, 12..) => (3, 1),
             (false, _) => (3, 2),
         };
-        Self { row_warps, stages, reducers: if shape.sums() { 7 } else { WARPS - 1 - row_warps } }
+        let reducers = if shape.sums() { 7 } else { WARPS - 1 - row_warps };
+        Self { row_warps, stages, reducers, pieces: CombineGrid::MOST_PIECES }
     }
 }
 
@@ -205,7 +207,7 @@ impl CombineGrid {
         let rings = row_warps * depth * stage_bytes;
         let ring_count = ring_count(row_warps);
         let pieces = (available - rings) / (ring_count * PIECE_BYTES);
-        let pieces = pieces.min(Self::MOST_PIECES);
+        let pieces = pieces.min(wanted.pieces.clamp(Self::LEAST_PIECES, Self::MOST_PIECES));
         let control = rings + ring_count * pieces * PIECE_BYTES;
         let shared_bytes = control + COMBINE_CONTROL_BYTES;
         Ok(Self {
@@ -258,7 +260,7 @@ mod tests {
                             let mut s = combine(ranks, 8, placement, reduce_first);
                             s.row_bytes = row_bytes;
                             let limits = Limits { blocks, ..HOPPER };
-                            let roles = CombineRoles { row_warps, stages, reducers };
+                            let roles = CombineRoles { row_warps, stages, reducers, pieces: 3 * stages };
                             for roles in [None, Some(roles)] {
                                 let g = CombineGrid::new(&s, limits, roles).unwrap();
                                 assert!(g.shared_bytes <= HOPPER.shared_bytes, "{s:?} {g:?}");

@@ -12,13 +12,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_packet_combine(c
     const Back b(q, *packet_counter(q.call.domain, PACKETS_COMBINE, blockIdx.x) + 1);
     // With one rank all warps sum.
     constexpr u32 SENDERS = RANKS > 1 ? WARPS / 2 : 0;
-    const bool failed = __syncthreads_or(threadIdx.x == 0 && broken(b.d, OPERATION_COMBINE, b.packets.epoch));
-    if (!failed) {
+    if (!__syncthreads_or(threadIdx.x == 0 && broken(b.d, OPERATION_COMBINE, b.packets.epoch))) {
         if (blockIdx.x == 0) b.packets.begin(PACKETS_COMBINE);
         if (b.warp < SENDERS) send_back(b, b.warp, SENDERS);
         else reduce_back(b, b.warp - SENDERS, WARPS - SENDERS);
+        __syncthreads();
+        scrub_back(b);
     }
-    __syncthreads();
-    if (!failed) scrub_back(b);
     store_epoch(packet_counter(b.d, PACKETS_COMBINE, 0), b.packets.epoch);
 }

@@ -141,6 +141,20 @@ impl Compiler {
         Ok(Cubin { image, assembly, resources, origin: Origin::Compiler })
     }
 
+    #[cfg(test)]
+    pub(super) fn compile_altered(
+        &self,
+        program: Program,
+        arch: Arch,
+        alter: super::Alter,
+    ) -> Result<Cubin, JitError> {
+        let headers = program.headers().into_iter().map(|(name, text)| (name, alter(name, text))).collect();
+        let output = self.compile_text(program.entry(), program.source(), headers, arch)?;
+        let resources = Resources::parse(&output.log);
+        let (image, assembly) = (output.image.into(), output.assembly);
+        Ok(Cubin { image, assembly, resources, origin: Origin::Compiler })
+    }
+
     /// Compiles a source with headers.
     pub(super) fn compile_text(
         &self,

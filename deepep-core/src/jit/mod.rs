@@ -42,4 +42,6 @@ pub(crate) use source::{
     BARRIER_THREADS, COMBINE_CONTROL_BYTES, DISPATCH_CONTROL_BYTES, PACKET_CONTROL_BYTES, PIECE_BYTES,
     SUM_THREADS, THREADS,
 };
+#[cfg(test)]
+pub(crate) use supply::Alter;
 pub use supply::Supply;

@@ -13,13 +13,32 @@ pub struct Supply {
     nvrtc: Option<PathBuf>,
     cache: Cache,
     compiler: OnceCell<Compiler>,
+    /// Tests compile kernels with a mistake in them: what becomes of each header.
+    #[cfg(test)]
+    alter: Option<Alter>,
 }
+
+/// A header's name and text to its new text.
+#[cfg(test)]
+pub(crate) type Alter = fn(&str, String) -> String;
 
 impl Supply {
     /// A supply that uses this NVRTC, or the one that [`Compiler::find`] finds, and this cache.
     #[must_use]
     pub fn new(nvrtc: Option<PathBuf>, cache: Cache) -> Self {
-        Self { nvrtc, cache, compiler: OnceCell::new() }
+        Self {
+            nvrtc,
+            cache,
+            compiler: OnceCell::new(),
+            #[cfg(test)]
+            alter: None,
+        }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn altered(mut self, alter: Option<Alter>) -> Self {
+        self.alter = alter;
+        self
     }
 
     /// Machine code of a program.
@@ -28,6 +47,10 @@ impl Supply {
     /// Those of [`Compiler::find`] and [`Compiler::compile`], for a program that is not embedded. With the feature `aot` the former are inside
     /// [`JitError::NotEmbedded`].
     pub fn get(&self, program: Program, arch: Arch) -> Result<Cubin, JitError> {
+        #[cfg(test)]
+        if let Some(alter) = self.alter {
+            return Compiler::find(self.nvrtc.as_deref())?.compile_altered(program, arch, alter);
+        }
         if let Some(kernel) = Embedded::find(program, arch) {
             return Ok(kernel.cubin());
         }

@@ -8,7 +8,7 @@ use super::module::Kernels;
 use super::{EngineOptions, LaunchShape, describe, domain, launch};
 use crate::error::{Error, Result};
 use crate::jit::params::{CollectiveParams, Domain, MultimemBarrierParams};
-use crate::jit::{BARRIER_THREADS, Collective, CollectiveKind, Element, Program, THREADS, Way};
+use crate::jit::{BARRIER_THREADS, Collective, CollectiveKind, Element, Program, Supply, THREADS, Way};
 use crate::layout::{COLLECTIVE_BLOCKS, CollectiveLayout, align_up};
 
 /// Bytes to each other rank up to which cells are the fastest way: a cell is twice as long as what it carries.
@@ -68,7 +68,7 @@ impl CollectiveEngine {
             return Err(Error::invalid("rank", rank, need));
         }
         let (arch, limits) = describe(&context, options.max_blocks)?;
-        let kernels = Kernels::new(context.clone(), arch, 0, options.nvrtc, options.cache);
+        let kernels = Kernels::new(context.clone(), arch, 0, Supply::new(options.nvrtc, options.cache));
         let domain = domain(&layout.workspace, rank, heap, status, options.timeout);
         let (multicast, cooperative) = (multicast.unwrap_or(0), options.cooperative);
         Ok(Self { context, layout, domain, multicast, limits, cooperative, kernels })

@@ -50,7 +50,7 @@ use self::grid::Limits;
 use self::module::{Kernel, Kernels};
 use crate::error::{Error, Result};
 use crate::jit::params::{BarrierParams, Domain};
-use crate::jit::{Arch, BARRIER_THREADS, Cache, Program};
+use crate::jit::{Arch, BARRIER_THREADS, Cache, Program, Supply};
 use crate::layout::{HeapLayout, MAX_RANKS, WorkspaceLayout};
 
 /// Settings of an [`Engine`] that have good defaults.
@@ -71,6 +71,9 @@ pub(crate) struct EngineOptions {
     pub(crate) nvrtc: Option<PathBuf>,
     /// Where compiled kernels are kept.
     pub(crate) cache: Cache,
+    /// Compile kernels with this change.
+    #[cfg(test)]
+    pub(crate) alter: Option<crate::jit::Alter>,
 }
 
 impl Default for EngineOptions {
@@ -84,6 +87,8 @@ impl Default for EngineOptions {
             combine_roles: None,
             nvrtc: None,
             cache,
+            #[cfg(test)]
+            alter: None,
         }
     }
 }
@@ -122,7 +127,10 @@ impl Engine {
             return Err(Error::invalid("rank", rank, need));
         }
         let (arch, limits) = describe(&context, options.max_blocks)?;
-        let kernels = Kernels::new(context.clone(), arch, limits.shared_bytes, options.nvrtc, options.cache);
+        let supply = Supply::new(options.nvrtc, options.cache);
+        #[cfg(test)]
+        let supply = supply.altered(options.alter);
+        let kernels = Kernels::new(context.clone(), arch, limits.shared_bytes, supply);
         let barrier = kernels.get(Program::Barrier { ranks: layout.ranks })?;
         let domain = domain(&layout.workspace, rank, heap, status, options.timeout);
         Ok(Self {

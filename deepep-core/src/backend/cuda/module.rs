@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
-use std::path::PathBuf;
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -11,7 +10,7 @@ use cuda_vmm::sys::{CUfunction, CUfunction_attribute, CUmodule, CallError};
 
 use super::call_failed;
 use crate::error::Result;
-use crate::jit::{Arch, Cache, Program, Supply};
+use crate::jit::{Arch, Program, Supply};
 
 /// A loaded kernel. Unloaded when the last user is gone.
 pub(super) struct Kernel {
@@ -69,15 +68,8 @@ pub(super) struct Kernels {
 }
 
 impl Kernels {
-    pub(super) fn new(
-        context: Context,
-        arch: Arch,
-        shared_bytes: usize,
-        nvrtc: Option<PathBuf>,
-        cache: Cache,
-    ) -> Self {
-        let (supply, loaded) = (Supply::new(nvrtc, cache), Mutex::new(HashMap::new()));
-        Self { context, arch, shared_bytes, supply, loaded }
+    pub(super) fn new(context: Context, arch: Arch, shared_bytes: usize, supply: Supply) -> Self {
+        Self { context, arch, shared_bytes, supply, loaded: Mutex::new(HashMap::new()) }
     }
 
     /// The kernel; gets its code and loads it if this is the first time.

@@ -1,6 +1,7 @@
 //! What the tests send: a case, and data that depend on its seed, so that nothing of an earlier round can pass for this one's.
 
 use super::super::CombineRoles;
+use crate::jit::Alter;
 use crate::layout::{CombineShape, DispatchShape, IndexWidth, PacketLayout, Placement, ScaleOrder};
 
 /// How tokens choose experts.
@@ -49,6 +50,8 @@ pub(super) struct Case {
     pub(super) packets: bool,
     /// Other roles of combine's warps than the formula's.
     pub(super) roles: Option<CombineRoles>,
+    /// Kernels with a mistake in them.
+    pub(super) alter: Option<Alter>,
 }
 
 impl Case {
@@ -77,6 +80,7 @@ impl Case {
             blocks: 0,
             packets: false,
             roles: None,
+            alter: None,
         }
     }
 

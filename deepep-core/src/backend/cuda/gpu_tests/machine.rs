@@ -6,6 +6,7 @@ use cuda_vmm::sys::{CUevent, CUresult, CUstream};
 use cuda_vmm::{Context, Cuda, Memory, PeerAccess, PlainMemory};
 
 use super::super::{CombineRoles, Engine, EngineOptions, StatusBlock};
+use crate::jit::Alter;
 use crate::layout::{HeapConfig, HeapLayout, Operation, Phase, RecordKind};
 
 /// Longest wait of a kernel, and of the host for all kernels of a round.
@@ -147,6 +148,7 @@ impl Group {
         config: &HeapConfig,
         blocks: usize,
         combine_roles: Option<CombineRoles>,
+        alter: Option<Alter>,
     ) -> Outcome<Self> {
         let layout = HeapLayout::new(config)?;
         let devices = machine.devices();
@@ -179,6 +181,7 @@ impl Group {
                 // Also for ranks that share a device: it has room for the blocks of all of them.
                 early: std::env::var("DEEPEP_TEST_EARLY").is_ok_and(|value| value == "1"),
                 combine_roles,
+                alter,
                 ..EngineOptions::default()
             };
             // SAFETY: every heap has this layout, is reachable from all devices (peer access is enabled where devices differ),

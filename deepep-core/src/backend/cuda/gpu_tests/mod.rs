@@ -6,6 +6,7 @@
 mod cases;
 mod check;
 mod collective;
+mod control;
 #[cfg(feature = "aot")]
 mod embedded;
 mod faults;
@@ -114,7 +115,7 @@ impl Bench {
             receive_sets: case.sets,
             packets: case.packets,
         };
-        let group = Group::new(machine, &config, case.blocks, case.roles)?;
+        let group = Group::new(machine, &config, case.blocks, case.roles, case.alter)?;
         let (dispatch, combine) = (case.dispatch_shape(), case.combine_shape());
         let plan = |r: &machine::Rank| {
             Ok((r.engine.plan_dispatch(&dispatch)?, r.engine.plan_combine(&combine, &dispatch)?))

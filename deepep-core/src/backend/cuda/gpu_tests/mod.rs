@@ -1,7 +1,9 @@
 //! The kernels on GPUs, against the oracle, bit by bit. All ranks live in this process; on a machine without a GPU the tests say so.
 //!
 //! `DEEPEP_TEST_RANKS=1,2,4` chooses the numbers of ranks (more than there are GPUs is fine), `DEEPEP_TEST_COMBINE` the roles of combine's
-//! warps (see `roles`), `DEEPEP_TEST_ROUNDS` the rounds of the stress test. `times` prints end-to-end times and is run by name: `--ignored times`.
+//! warps (see `roles`), `DEEPEP_TEST_CASES=part;part` cases by parts of their names, `DEEPEP_TEST_ROUNDS` the
+//! rounds of the stress test, `DEEPEP_TEST_TIMEOUT` the deadline in seconds. `times` prints end-to-end times and is run by name:
+//! `--ignored times`.
 
 mod cases;
 mod check;

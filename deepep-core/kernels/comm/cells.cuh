@@ -5,6 +5,7 @@
 // Why cells are not overwritten early: the writer of epoch e + 2 has ended e + 1, for which it needed a cell of e + 1 from every rank, which
 //   that rank wrote after its e, the reader of this parity, had ended. Every call has at least one cell for every rank.
 #pragma once
+#include "comm/call.cuh"
 #include "comm/user.cuh"
 #include "comm/wait.cuh"
 #include "arch/multimem.cuh"
@@ -12,14 +13,17 @@
 struct CellBlock {
     const CollectiveParams& p;
     const Domain& d;
+    const Call call;
     u32 operation, epoch;
 
-    DEVICE CellBlock(const CollectiveParams& p, u32 operation) : p(p), d(p.domain), operation(operation) {
+    DEVICE CellBlock(const CollectiveParams& p, u32 operation) : p(p), d(p.domain), call(p, operation), operation(operation) {
         epoch = *cell32(d, d.rank, p.epochs + 4 * blockIdx.x) + 1;
     }
     // False if some rank gave up earlier. For all threads.
     DEVICE bool start() const {
-        return !__syncthreads_or(threadIdx.x == 0 && broken(d, operation, epoch));
+        if (__syncthreads_or(threadIdx.x == 0 && broken(d, operation, epoch))) return false;
+        call.tell();
+        return true;
     }
     DEVICE u64 offset(u32 from, u64 pair) const {
         return p.cells + (((u64)(epoch & 1) * RANKS + from) * p.cell_count + 2 * pair) * 8;
@@ -68,6 +72,7 @@ struct CellBlock {
     // At the end, for all threads: this block's counter and, by block 0, those of the blocks that this grid does not have.
     DEVICE void end() const {
         if (threadIdx.x == 0) *cell32(d, d.rank, p.epochs + 4 * blockIdx.x) = epoch;
+        call.end();
         if (blockIdx.x == 0)
             for (u32 b = gridDim.x + threadIdx.x; b < COLLECTIVE_BLOCKS; b += THREADS) *cell32(d, d.rank, p.epochs + 4 * b) = epoch;
     }

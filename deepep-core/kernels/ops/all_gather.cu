@@ -18,6 +18,7 @@ DEVICE void by_cells(const CollectiveParams& p) {
         User(p.output + me * p.bytes, p.bytes).store8(8 * i, (u32)v, (u32)(v >> 32));
         return true;
     });
+    if (!b.call.agreed()) return;
     b.each(p.bytes, [&](u64 i) {
         u32 low[RANKS], high[RANKS];
         if (!b.receive(i, low, high)) return false;

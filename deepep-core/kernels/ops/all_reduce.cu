@@ -19,6 +19,7 @@ DEVICE void by_cells(const CollectiveParams& p) {
         b.send_all(i, in.load8(8 * i));
         return true;
     });
+    if (!b.call.agreed()) return;
     b.each(p.bytes, [&](u64 i) {
         u32 low[RANKS], high[RANKS];
         const u64 mine = in.load8(8 * i);

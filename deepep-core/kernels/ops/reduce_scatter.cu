@@ -20,6 +20,7 @@ DEVICE void by_cells(const CollectiveParams& p) {
             if (r != me) b.send(r, i, part(p, r).load8(8 * i));
         return true;
     });
+    if (!b.call.agreed()) return;
     b.each(p.bytes, [&](u64 i) {
         u32 low[RANKS], high[RANKS];
         const u64 mine = part(p, me).load8(8 * i);

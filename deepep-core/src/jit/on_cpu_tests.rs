@@ -75,6 +75,8 @@ fn run(build: &Path, layout: &CollectiveLayout, seed: u64) -> Output {
         l.flags,
         l.steps,
         l.epochs,
+        l.calls,
+        l.call_count,
         l.words,
         l.count,
         l.cells,
@@ -129,11 +131,36 @@ fn kernels_of_collectives_give_the_oracles_bits_on_cpus() {
     assert_eq!(count, 4 + 3 + 6);
 }
 
+/// A rank that calls something else is found out in every way, on every rank, and nobody waits for what won't come.
+#[test]
+fn different_calls_are_noticed_on_cpus() {
+    let Some(compiler) = compiler("different_calls_are_noticed_on_cpus") else { return };
+    let wanted = |c: &&Collective| c.element == Element::F32 && !c.multicast;
+    let mut count = 0;
+    for collective in Collective::all(3).iter().filter(wanted) {
+        let mut defines = defines(collective);
+        defines.push("-DDIFFER".into());
+        let build = build(compiler, Program::Collective(*collective), &defines, &fewer_threads);
+        let output = run(build.path(), &layout(3), 1);
+        assert!(output.status.success(), "{collective:?}: {}", show(&output));
+        count += 1;
+    }
+    assert_eq!(count, 7);
+}
+
 #[test]
 fn the_multimem_barrier_holds_every_rank_on_cpus() {
     let Some(compiler) = compiler("the_multimem_barrier_holds_every_rank_on_cpus") else { return };
     let program = Program::MultimemBarrier { ranks: 3 };
     let build = build(compiler, program, &["-DBARRIER".to_owned()], &|_, text| text);
+    let output = run(build.path(), &layout(3), 0);
+    assert!(output.status.success(), "{}", show(&output));
+}
+
+#[test]
+fn a_meeting_holds_every_rank_on_cpus() {
+    let Some(compiler) = compiler("a_meeting_holds_every_rank_on_cpus") else { return };
+    let build = build(compiler, Program::Meet { ranks: 3 }, &["-DMEET".to_owned()], &|_, text| text);
     let output = run(build.path(), &layout(3), 0);
     assert!(output.status.success(), "{}", show(&output));
 }

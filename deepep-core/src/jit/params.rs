@@ -238,6 +238,8 @@ device_struct! {
         flags: u64,
         steps: u64,
         epochs: u64,
+        calls: u64,
+        call_count: u64,
         cells: u64,
         stages: u64,
         /// Cells of one rank in one parity.
@@ -246,7 +248,8 @@ device_struct! {
         slice: u32,
         /// Bytes that a block moves at a time, at most a slot; a multiple of 16.
         chunk: u32,
-        reserved: u32,
+        /// Of everything that must be equal on all ranks.
+        digest: u32,
     }
 }
 

@@ -57,6 +57,11 @@ pub enum Program {
     },
     /// All-gather, reduce-scatter or all-reduce.
     Collective(Collective),
+    /// Meeting of all ranks before and after copies by copy engines.
+    Meet {
+        /// Ranks of the domain.
+        ranks: usize,
+    },
     /// Barrier of all ranks over multicast.
     MultimemBarrier {
         /// Ranks of the domain.
@@ -104,6 +109,7 @@ const HEADERS: &[(&str, &str)] = embedded![
     "comm/wait.cuh",
     "comm/announce.cuh",
     "comm/packets.cuh",
+    "comm/call.cuh",
     "comm/user.cuh",
     "comm/cells.cuh",
     "comm/stages.cuh",
@@ -143,6 +149,7 @@ impl Program {
             Self::PacketDispatch { .. } => "deepep_packet_dispatch",
             Self::PacketCombine { .. } => "deepep_packet_combine",
             Self::Collective(collective) => collective.entry(),
+            Self::Meet { .. } => "deepep_meet",
             Self::MultimemBarrier { .. } => "deepep_multimem_barrier",
         }
     }
@@ -155,6 +162,7 @@ impl Program {
             | Self::Combine { ranks, .. }
             | Self::PacketDispatch { ranks, .. }
             | Self::PacketCombine { ranks, .. }
+            | Self::Meet { ranks }
             | Self::MultimemBarrier { ranks }
             | Self::Collective(Collective { ranks, .. }) => ranks,
         }
@@ -176,6 +184,7 @@ impl Program {
         }
         // One rank has nobody to collect from.
         if ranks > 1 {
+            all.push(Self::Meet { ranks });
             all.push(Self::MultimemBarrier { ranks });
             all.extend(Collective::all(ranks).into_iter().map(Self::Collective));
         }
@@ -198,6 +207,7 @@ impl Program {
             Self::PacketDispatch { .. } => include_str!("../../kernels/ops/packet_dispatch.cu"),
             Self::PacketCombine { .. } => include_str!("../../kernels/ops/packet_combine.cu"),
             Self::Collective(collective) => collective.source(),
+            Self::Meet { .. } => include_str!("../../kernels/ops/meet.cu"),
             Self::MultimemBarrier { .. } => include_str!("../../kernels/ops/multimem_barrier.cu"),
         }
     }
@@ -205,7 +215,9 @@ impl Program {
     /// Constants and structs that exist once, in Rust.
     fn generated(&self) -> String {
         let (expanded, reduce_first, index_bits, threads) = match *self {
-            Self::Barrier { .. } | Self::MultimemBarrier { .. } => (false, true, 32, BARRIER_THREADS),
+            Self::Barrier { .. } | Self::Meet { .. } | Self::MultimemBarrier { .. } => {
+                (false, true, 32, BARRIER_THREADS)
+            }
             Self::Collective(_) => (false, true, 32, THREADS),
             Self::PacketCombine { placement, .. } => (placement == Placement::Expanded, true, 32, THREADS),
             Self::Dispatch { placement, index, .. } | Self::PacketDispatch { placement, index, .. } => {

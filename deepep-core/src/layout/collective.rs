@@ -40,6 +40,10 @@ pub struct CollectiveLayout {
     pub steps: usize,
     /// Own, `u32[COLLECTIVE_BLOCKS]`: epochs of calls in cells.
     pub epochs: usize,
+    /// Peer, `u64[2 parities][ranks]`, one cache line each: what a rank calls.
+    pub calls: usize,
+    /// Own, `u32`: number of calls.
+    pub call_count: usize,
     /// Peer, `u32[2]`, one cache line each: the words of a barrier over multicast.
     pub words: usize,
     /// Own, `u32`: number of such barriers.
@@ -75,12 +79,27 @@ impl CollectiveLayout {
         let flags = c.take(COLLECTIVE_BLOCKS, WorkspaceLayout::LINE);
         let steps = c.take(COLLECTIVE_BLOCKS, 4);
         let epochs = c.take(COLLECTIVE_BLOCKS, 4);
+        let calls = c.take(2 * ranks, WorkspaceLayout::LINE);
+        let call_count = c.take(1, 4);
         let words = c.take(2, WorkspaceLayout::LINE);
         let count = c.take(1, 4);
         let cells = c.take(2 * ranks * (cell_bytes / 4), 8);
         let stages = c.take(COLLECTIVE_BLOCKS * BUFFERS * Self::slots(ranks), slice);
         let bytes = c.bytes();
-        Ok(Self { config, workspace, flags, steps, epochs, words, count, cells, stages, bytes })
+        Ok(Self {
+            config,
+            workspace,
+            flags,
+            steps,
+            epochs,
+            calls,
+            call_count,
+            words,
+            count,
+            cells,
+            stages,
+            bytes,
+        })
     }
 
     /// Slots of a buffer: one for each rank, and two for a sum of two shots.
@@ -103,7 +122,8 @@ mod tests {
     fn parts_follow_each_other_and_are_aligned() {
         for ranks in [2, 3, 8] {
             let l = CollectiveLayout::new(CollectiveConfig::new(ranks)).unwrap();
-            let parts = [l.flags, l.steps, l.epochs, l.words, l.count, l.cells, l.stages, l.bytes];
+            let counters = [l.flags, l.steps, l.epochs, l.calls, l.call_count, l.words, l.count];
+            let parts = [&counters[..], &[l.cells, l.stages, l.bytes]].concat();
             assert!(parts.is_sorted() && parts[0] == l.workspace.bytes, "{parts:?}");
             assert!(parts.iter().all(|part| part.is_multiple_of(super::super::REGION_ALIGNMENT)));
             assert_eq!(l.stages - l.cells, 2 * ranks * (256 << 10) * 2);

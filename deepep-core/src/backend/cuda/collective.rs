@@ -42,6 +42,8 @@ pub(crate) struct CollectiveLaunch {
     pub(crate) output: u64,
     /// All-gather: bytes that a rank gives. Reduce-scatter: bytes that a rank gets. All-reduce: bytes of either.
     pub(crate) bytes: usize,
+    /// Of everything that must be equal on all ranks.
+    pub(crate) digest: u32,
     /// Instead of what suits the size best.
     pub(crate) way: Option<Way>,
 }
@@ -123,12 +125,14 @@ impl CollectiveEngine {
             flags: l.flags as u64,
             steps: l.steps as u64,
             epochs: l.epochs as u64,
+            calls: l.calls as u64,
+            call_count: l.call_count as u64,
             cells: l.cells as u64,
             stages: l.stages as u64,
             cell_count: l.cell_count() as u32,
             slice: l.config.slice as u32,
             chunk: chunk as u32,
-            reserved: 0,
+            digest: call.digest,
         };
         let shape = LaunchShape { blocks, threads: THREADS, shared_bytes: 0, early: false };
         // SAFETY: the parameters are those of the collectives' kernels; the caller vouches for stream and tensors, and whoever made the

@@ -13,6 +13,7 @@ inline void ld_relaxed_sys(const u64* p, u64& a, u64& b) {
     b = ld_relaxed_sys(p + 1);
 }
 inline void st_release_sys(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline void st_release_sys(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline void st_relaxed_sys(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline void st_relaxed_sys(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline void st_relaxed_sys(u64* p, u64 a, u64 b) {

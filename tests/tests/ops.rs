@@ -369,7 +369,7 @@ on_both_sides! {
                     std::thread::sleep(Duration::from_millis(1));
                 }
                 arrived.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
-                buffer.barrier().unwrap();
+                buffer.barrier().unwrap().wait(LONG).unwrap();
                 let seen = arrived.load(std::sync::atomic::Ordering::SeqCst);
                 assert!(seen >= 4 * round, "round {round}: {seen}");
             }

@@ -1,6 +1,7 @@
 //! Memory where a backend's processor can use it: ordinary memory, or a GPU's.
 
-use cuda_vmm::{Context, Memory, PlainMemory};
+use cuda_vmm::Context;
+use deepep_core::device::DeviceMemory;
 use deepep_core::tensor::{DType, Space, TensorMut, TensorRef};
 use deepep_core::{BackendKind, ElasticBuffer, Error, Result};
 
@@ -33,8 +34,8 @@ impl Place {
         let memory = match self {
             Self::Host => Storage::Host(vec![0; bytes.div_ceil(8)]),
             Self::Device(context) => {
-                let memory = PlainMemory::new(context, bytes.max(256))?;
-                context.fill(&memory, 0, bytes, 0)?;
+                let memory = DeviceMemory::new(context.device(), bytes)?;
+                memory.fill(0, bytes, 0)?;
                 Storage::Device(memory)
             }
         };
@@ -52,63 +53,11 @@ impl Place {
     }
 }
 
-impl Place {
-    /// A tensor's elements, row after row. What writes them must have run.
-    ///
-    /// # Errors
-    /// [`Error::Vmm`] for the failure of a copy from a GPU, [`Error::Memory`] if the tensor lies elsewhere than here.
-    pub fn read(&self, view: &TensorRef<'_>) -> Result<Vec<u8>> {
-        let context = match self {
-            Self::Host if view.is_contiguous() => return Ok(view.as_bytes()?.to_vec()),
-            Self::Host if view.dtype() == DType::F32 => {
-                return Ok(view.to_vec::<f32>()?.into_iter().flat_map(f32::to_ne_bytes).collect());
-            }
-            Self::Host => return Ok(view.to_vec::<i32>()?.into_iter().flat_map(i32::to_ne_bytes).collect()),
-            Self::Device(context) => context,
-        };
-        if view.space() != Space::Device {
-            let got = view.space().name();
-            return Err(Error::Memory { tensor: "view", got, expected: "device", backend: "CUDA" });
-        }
-        let ([rows, columns], [down, right], size) = (view.shape(), view.strides(), view.dtype().size());
-        let at = |row: usize, column: usize| {
-            let offset = row as isize * down + column as isize * right;
-            usize::try_from(offset).unwrap_or(usize::MAX / 2 / size) * size
-        };
-        if rows == 0 || columns == 0 {
-            return Ok(Vec::new());
-        }
-        let mut span = vec![0; at(rows - 1, columns - 1) + size];
-        download(context, view.address(), &mut span)?;
-        if view.is_contiguous() {
-            return Ok(span);
-        }
-        let places = (0..rows).flat_map(|row| (0..columns).map(move |column| (row, column)));
-        Ok(places.flat_map(|(row, column)| span[at(row, column)..][..size].to_vec()).collect())
-    }
-}
-
-/// Copies from a GPU and waits for it.
-fn download(context: &Context, address: u64, into: &mut [u8]) -> Result<()> {
-    let driver = context.device().cuda().driver();
-    let _bound = context.bind()?;
-    let (to, null) = (into.as_mut_ptr().cast(), std::ptr::null_mut());
-    // SAFETY: the bytes are those of a tensor that may be read (the promise of `TensorRef`); the destination is exclusively borrowed, and the
-    // default stream is waited for before it can go, also after a failure.
-    let copied = unsafe { driver.cuMemcpyDtoHAsync(to, address, into.len(), null) };
-    // SAFETY: the null handle is the current context's default stream.
-    let waited = unsafe { driver.cuStreamSynchronize(null) };
-    copied.and(waited).map_err(|source| {
-        let attempt = format!("reading {} bytes at {address:#x}", into.len());
-        cuda_vmm::Error::Call { attempt, cause: source }.into()
-    })
-}
-
 #[derive(Debug)]
 enum Storage {
     /// Words, for alignment.
     Host(Vec<u64>),
-    Device(PlainMemory),
+    Device(DeviceMemory),
 }
 
 /// A piece of memory for tensors. It is dropped only after all work that uses it has run.
@@ -134,7 +83,7 @@ impl Block {
                 bytemuck::cast_slice_mut(words)[..contents.len()].copy_from_slice(contents)
             }
             Storage::Device(memory) if !contents.is_empty() => {
-                memory.context().upload(memory, 0, contents)?;
+                memory.write(0, contents)?;
             }
             Storage::Device(_) => {}
         }
@@ -148,9 +97,7 @@ impl Block {
     pub fn fill(&mut self, value: u8) -> Result<()> {
         match &mut self.storage {
             Storage::Host(words) => words.fill(u64::from_ne_bytes([value; 8])),
-            Storage::Device(memory) if self.bytes > 0 => {
-                memory.context().fill(memory, 0, self.bytes, value)?
-            }
+            Storage::Device(memory) if self.bytes > 0 => memory.fill(0, self.bytes, value)?,
             Storage::Device(_) => {}
         }
         Ok(())
@@ -166,7 +113,7 @@ impl Block {
             Storage::Device(memory) => {
                 let mut bytes = vec![0; self.bytes];
                 if !bytes.is_empty() {
-                    memory.context().download(memory, 0, &mut bytes)?;
+                    memory.read(0, &mut bytes)?;
                 }
                 Ok(bytes)
             }
@@ -189,7 +136,7 @@ impl Block {
         self.require(dtype, rows, columns)?;
         let (address, space) = match &self.storage {
             Storage::Host(words) => (words.as_ptr() as u64, Space::Host),
-            Storage::Device(memory) => (memory.address().get(), Space::Device),
+            Storage::Device(memory) => (memory.address(), Space::Device),
         };
         // SAFETY: that many bytes lie there (checked), aligned to 8, and as long as the block is borrowed nobody gets a mutable view; a
         // block outlives the work that uses it.
@@ -204,7 +151,7 @@ impl Block {
         self.require(dtype, rows, columns)?;
         let (address, space) = match &mut self.storage {
             Storage::Host(words) => (words.as_mut_ptr() as u64, Space::Host),
-            Storage::Device(memory) => (memory.address().get(), Space::Device),
+            Storage::Device(memory) => (memory.address(), Space::Device),
         };
         // SAFETY: as in `view`, and the block is exclusively borrowed.
         unsafe { TensorMut::from_raw(address, space, dtype, [rows, columns], [columns as isize, 1]) }
@@ -227,14 +174,5 @@ mod tests {
         let view = block.view_mut(DType::I32, 1, 3).unwrap();
         assert_eq!((view.shape(), view.space()), ([1, 3], Space::Host));
         assert!(Place::Host.block(0).unwrap().read().unwrap().is_empty());
-    }
-
-    #[test]
-    fn tensors_are_read_row_after_row() {
-        let data = [1i32, 2, 3, 4, 5, 6];
-        let columns = TensorRef::strided(&data, 3, 2, [1, 3]).unwrap();
-        let bytes = Place::Host.read(&columns).unwrap();
-        let read: Vec<i32> = bytes.as_chunks::<4>().0.iter().map(|b| i32::from_ne_bytes(*b)).collect();
-        assert_eq!(read, [1, 4, 2, 5, 3, 6]);
     }
 }

@@ -89,6 +89,9 @@ pub struct Config {
     pub handle_slots: usize,
     /// 2: combine starts without a round trip; 1: half the receive memory.
     pub receive_sets: usize,
+    /// Whether rows travel in packets if no rank gives more than 256 tokens to a dispatch: on GPUs small batches take a fraction of the time, for memory
+    /// of their own. Yes if not set.
+    pub packets: bool,
     /// Bytes of host memory of each rank that are part of the heap; a multiple of 2 MiB, 0 for none.
     pub host_bytes: usize,
     /// Whether every rank's heap holds the host memory of all ranks of the host, or only its own.
@@ -123,6 +126,7 @@ impl Config {
             output_slots: 2,
             handle_slots: 8,
             receive_sets: 2,
+            packets: true,
             host_bytes: 0,
             hybrid: false,
             timeout: Duration::from_secs(100),
@@ -186,7 +190,7 @@ impl Config {
             output_slots: self.output_slots,
             handle_slots: self.handle_slots,
             receive_sets: self.receive_sets,
-            packets: false,
+            packets: self.packets,
         })
     }
 
@@ -247,6 +251,7 @@ impl Config {
             .with("output_slots", self.output_slots)
             .with("handle_slots", self.handle_slots)
             .with("receive_sets", self.receive_sets)
+            .with("packets", self.packets)
             .with("host_bytes", self.host_bytes)
             .with("hybrid", self.hybrid)
             .with("timeout", format!("{:?}", self.timeout))

@@ -57,6 +57,8 @@ fn live(side: &Side, bootstrap: TcpBootstrap, moment: &str) -> (Result<()>, Elas
         .hidden(HIDDEN)
         .expanded(8)
         .timeout(TIMEOUT)
+        // The phases are those of rows that travel on their own.
+        .packets(false)
         .receive_sets(if moment.ends_with("one set") { 1 } else { 2 })
         .backend(side.backend)
         .build(bootstrap)

@@ -74,9 +74,15 @@ on_both_sides! {
             for pattern in
                 [Pattern::Uniform, Pattern::Hot, Pattern::Masked(0.4), Pattern::Zipf(1.5), Pattern::Local]
             {
-                for expanded in [None, Some(alignment)] {
+                for (expanded, packets) in
+                    [(None, true), (None, false), (Some(alignment), true), (Some(alignment), false)]
+                {
+                    // Ranks on CPUs know no packets.
+                    if packets && !side.is_gpu() {
+                        continue;
+                    }
                     let mut job = job(side, tokens.len(), experts, topk, hidden, pattern, tokens.to_vec());
-                    job.expanded = expanded;
+                    (job.expanded, job.packets) = (expanded, packets);
                     job.zero_padding = expanded.is_some();
                     verify(&job, 2);
                 }
@@ -96,8 +102,14 @@ on_both_sides! {
             (DType::F8E4M3, 400),
         ] {
             for expanded in [None, Some(4)] {
-                for (packed, order) in [(false, ScaleOrder::RowMajor), (true, ScaleOrder::ColumnMajor)] {
+                for (packed, order, packets) in [
+                    (false, ScaleOrder::RowMajor, true),
+                    (false, ScaleOrder::RowMajor, false),
+                    (true, ScaleOrder::ColumnMajor, true),
+                    (true, ScaleOrder::ColumnMajor, false),
+                ] {
                     let mut job = job(side, 3, 6, 3, hidden, Pattern::Uniform, vec![13, 8, 0]);
+                    job.packets = packets;
                     job.values.dtype = dtype;
                     job.expanded = expanded;
                     job.zero_padding = expanded.is_some();
@@ -111,7 +123,7 @@ on_both_sides! {
 
 on_both_sides! {
     every_option, |side| {
-        for bits in 0..64u32 {
+        for bits in 0..128u32 {
             let on = |bit: u32| bits >> bit & 1 == 1;
             let mut job = job(side, 4, 16, 4, 64, Pattern::Masked(0.2), vec![11, 0, 7, 16]);
             job.exact = on(0);
@@ -120,6 +132,7 @@ on_both_sides! {
             job.cached = on(3);
             job.expanded = on(4).then_some(8);
             job.reduction = if on(5) { Reduction::AtSource } else { Reduction::AtExperts };
+            job.packets = on(6);
             job.biases = (bits % 3) as usize;
             verify(&job, 2);
         }
@@ -177,7 +190,7 @@ on_both_sides! {
         let mut before = 0;
         for ranks in 1..=8 {
             let mut largest = job(side, ranks, 8 * ranks, 8, 320, Pattern::Uniform, vec![24; ranks]);
-            largest.reduction = Reduction::AtSource;
+            (largest.reduction, largest.packets) = (Reduction::AtSource, ranks % 2 == 0);
             let mut config = largest.config();
             (config.plain, config.expanded, config.scale_packs) = (true, Some(20), 3);
             on_threads(ranks, LONG, |bootstrap| {

@@ -119,6 +119,9 @@ pub(super) struct Settings {
     /// Dispatch a second time along the same routes
     #[arg(long)]
     cached: bool,
+    /// Rows of small batches (at most 256 tokens of a rank) travel like those of large ones
+    #[arg(long)]
+    no_packets: bool,
     /// Zero the alignment gaps of the expanded layout
     #[arg(long, requires = "expanded")]
     zero_padding: bool,
@@ -217,6 +220,7 @@ impl Settings {
             ReductionChoice::AtSource => Reduction::AtSource,
         };
         job.cached = self.cached;
+        job.packets = !self.no_packets;
         job.timeout = Duration::try_from_secs_f64(self.timeout)
             .map_err(|e| format!("--timeout {}: {e}", self.timeout))?;
         job.backend = self.backend.kind();

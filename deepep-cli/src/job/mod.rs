@@ -65,6 +65,8 @@ pub struct Job {
     pub biases: usize,
     /// Where expanded rows are added up.
     pub reduction: Reduction,
+    /// Rows of small batches travel in packets.
+    pub packets: bool,
     /// Dispatches a second time along the same routes, with other rows.
     pub cached: bool,
     /// The longest wait for a rank.
@@ -92,6 +94,7 @@ impl Job {
             weights: true,
             biases: 1,
             reduction: Reduction::AtExperts,
+            packets: true,
             cached: false,
             timeout: Duration::from_secs(60),
             backend: BackendKind::Auto,
@@ -110,6 +113,7 @@ impl Job {
         config.plain = self.expanded.is_none();
         config.expanded = self.expanded;
         config.reduction = self.reduction;
+        config.packets = self.packets;
         config.output_slots = 1;
         config.handle_slots = 2;
         config.timeout = self.timeout;

@@ -19,7 +19,6 @@ use crate::backend::{
 };
 use crate::config::{BackendKind, Config};
 use crate::error::{Error, Result};
-use crate::jit::Program;
 use crate::layout::{CombineShape, DispatchShape, HandleLayout, HeapLayout, RecordKind, StatusRecord};
 use crate::stream::{Event, StreamRef};
 use crate::symmetric::Heap;
@@ -102,11 +101,8 @@ impl CudaBackend {
         let reports = Arc::new(Reports::new(status, heap.rank(), config.timeout));
         let readback = Readback::new(gpu.context(), &reports)?;
         let queue = Queue::new(gpu.context(), reports)?;
-        let mine =
-            |program: &Program| !matches!(program, Program::Collective(_) | Program::MultimemBarrier { .. });
-        // All of them: loading one later could have to wait for a kernel that waits for this rank.
-        let programs: Vec<_> = Program::all(layout.ranks).into_iter().filter(mine).collect();
-        engine.prewarm(&programs)?;
+        // All that calls can need: loading one later could have to wait for a kernel that waits for this rank.
+        engine.prewarm(&engine.programs())?;
         let parts = Parts { engine, readback, queue, state: Mutex::default(), layout, heap };
         let backend = Self { parts: ManuallyDrop::new(parts) };
         backend.clear_workspace()?;

@@ -146,6 +146,20 @@ impl Engine {
         })
     }
 
+    /// Every kernel that calls on this layout can need.
+    pub(crate) fn programs(&self) -> Vec<Program> {
+        let packets = self.layout.workspace.packets.is_some();
+        let needed = |program: &Program| match *program {
+            Program::Barrier { .. } => true,
+            Program::Dispatch { .. } => !packets,
+            // Rows that are not summed before they travel do so on their own.
+            Program::Combine { reduce_first, .. } => !packets || !reduce_first,
+            Program::PacketDispatch { .. } | Program::PacketCombine { .. } => packets,
+            Program::Collective(_) | Program::Meet { .. } | Program::MultimemBarrier { .. } => false,
+        };
+        Program::all(self.layout.ranks).into_iter().filter(needed).collect()
+    }
+
     /// Compiles and loads kernels, so that no later call does.
     pub(crate) fn prewarm(&self, programs: &[Program]) -> Result<()> {
         programs.iter().try_for_each(|&program| self.kernels.get(program).map(drop))

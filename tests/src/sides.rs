@@ -1,10 +1,13 @@
 //! Tests of operations that run on both backends: on CPUs always, on GPUs where there is one.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
+use cuda_vmm::Context;
 use deepep_core::BackendKind;
 
 use crate::gpu;
+use crate::ranks::LONG;
 
 /// The backend that a test runs on.
 #[derive(Debug)]
@@ -28,9 +31,22 @@ impl Side {
     #[must_use]
     pub fn gpu(test: &'static str) -> Option<Self> {
         static ALONE: Mutex<()> = Mutex::new(());
-        gpu::cuda(test, 1)?;
+        // Kept until the process ends: making a context takes longer than most tests.
+        static CONTEXTS: OnceLock<Vec<Context>> = OnceLock::new();
+        let cuda = gpu::cuda(test, 1)?;
+        CONTEXTS.get_or_init(|| {
+            let devices = cuda.devices().expect("devices").into_iter();
+            devices.map(|device| device.primary_context().expect("a context")).collect()
+        });
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         Some(Self { backend: BackendKind::Cuda, test, _alone: Some(alone) })
+    }
+
+    /// Longest wait for a rank in a test in which nothing is to go wrong. On GPUs it is shorter: only kernels wait, and a
+    /// machine that is busy otherwise is no test's.
+    #[must_use]
+    pub fn patience(&self) -> Duration {
+        if self.is_gpu() { Duration::from_secs(10) } else { LONG }
     }
 
     /// Whether ranks are on GPUs.

@@ -23,7 +23,7 @@ fn builder(side: &Side) -> deepep_core::Builder {
         .hidden(HIDDEN)
         .expanded(8)
         .scale_packs(4)
-        .timeout(LONG)
+        .timeout(side.patience())
         .backend(side.backend)
 }
 

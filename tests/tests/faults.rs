@@ -287,7 +287,7 @@ on_both_sides! {
                     .expanded(8)
                     .output_slots(2)
                     .backend(side.backend)
-                    .timeout(LONG)
+                    .timeout(side.patience())
                     .build(bootstrap)
                     .unwrap();
                 let tensors = Tensors::default();
@@ -327,7 +327,7 @@ on_both_sides! {
                 let values = Values { seed: 1, dtype: DType::Bf16, hidden: 64 };
                 let source = Source::Pattern(Pattern::Uniform, 5);
                 let mut job = Job::new(Group { ranks: 3, experts: 6, topk: 2 }, source, 5, values);
-                (job.timeout, job.backend) = (LONG, side.backend);
+                (job.timeout, job.backend) = (side.patience(), side.backend);
                 job
             };
             let (rank, routings) = (bootstrap.rank(), job.routings());

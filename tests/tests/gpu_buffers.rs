@@ -5,7 +5,7 @@ use std::time::Duration;
 use deepep_cli::gpu::{Event, GpuError, Graph, PinnedWord, Stream};
 use deepep_core::bootstrap::Bootstrap;
 use deepep_core::tensor::{DType, TensorRef};
-use deepep_core::{BackendKind, CombineArgs, DispatchArgs, ElasticBuffer, Error, EventRef};
+use deepep_core::{CombineArgs, DispatchArgs, ElasticBuffer, Error, EventRef};
 use half::bf16;
 use integration_tests::ranks::{LONG, on_threads};
 use integration_tests::sides::Side;
@@ -19,7 +19,7 @@ const EXPERTS: usize = 8;
 
 /// Runs on two ranks in threads, if there is a GPU.
 fn on_gpu(test: &'static str, body: impl Fn(&mut ElasticBuffer) + Sync) {
-    let Some(_side) = Side::gpu(test) else { return };
+    let Some(side) = Side::gpu(test) else { return };
     on_threads(RANKS, LONG, |bootstrap| {
         let mut buffer = ElasticBuffer::builder()
             .max_tokens_per_rank(TOKENS)
@@ -27,8 +27,8 @@ fn on_gpu(test: &'static str, body: impl Fn(&mut ElasticBuffer) + Sync) {
             .topk(TOPK)
             .hidden(HIDDEN)
             .expanded(8)
-            .timeout(LONG)
-            .backend(BackendKind::Cuda)
+            .timeout(side.patience())
+            .backend(side.backend)
             .build(bootstrap)
             .unwrap();
         body(&mut buffer);

@@ -33,7 +33,7 @@ fn job(
     let values = Values { seed: 7, dtype: DType::Bf16, hidden };
     let source = Source::Uneven(pattern, tokens);
     let mut job = Job::new(Group { ranks, experts, topk }, source, max_tokens, values);
-    (job.timeout, job.backend) = (LONG, side.backend);
+    (job.timeout, job.backend) = (side.patience(), side.backend);
     job
 }
 

@@ -355,13 +355,13 @@ on_both_sides! {
             let mut buffer = ElasticBuffer::with_config(job.config()).build(bootstrap).unwrap();
             let part = Rank::new(&job, &routings, rank);
             part.run(&mut buffer).unwrap();
-            buffer.barrier().unwrap();
+            buffer.barrier().unwrap().wait(LONG).unwrap();
             let before = open();
             // Slots run out at the second call that keeps one.
             for _ in 0..rounds("DEEPEP_TEST_ROUNDS", 2500) {
                 part.run(&mut buffer).unwrap();
             }
-            buffer.barrier().unwrap();
+            buffer.barrier().unwrap().wait(LONG).unwrap();
             let after = open();
             // Counting opens the folder, and the other rank may be counting now and not have been before.
             assert!(after <= before + 1, "{before} open files became {after}");

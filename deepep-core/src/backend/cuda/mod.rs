@@ -160,9 +160,9 @@ impl Engine {
         Program::all(self.layout.ranks).into_iter().filter(needed).collect()
     }
 
-    /// Compiles and loads kernels, so that no later call does.
+    /// Compiles and loads kernels, so that no later call does. All ranks do so at the same time.
     pub(crate) fn prewarm(&self, programs: &[Program]) -> Result<()> {
-        programs.iter().try_for_each(|&program| self.kernels.get(program).map(drop))
+        self.kernels.load_all(programs, self.domain.rank as usize, self.layout.ranks)
     }
 
     /// Enqueues a barrier of all ranks.

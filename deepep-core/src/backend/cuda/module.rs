@@ -84,4 +84,16 @@ impl Kernels {
         loaded.insert(program, kernel.clone());
         Ok(kernel)
     }
+
+    /// Loads kernels, so that no later call does. `party` of `parties` does so at the same time.
+    pub(super) fn load_all(&self, programs: &[Program], party: usize, parties: usize) -> Result<()> {
+        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        let missing: Vec<_> =
+            programs.iter().copied().filter(|program| !loaded.contains_key(program)).collect();
+        for (program, cubin) in self.supply.get_all(&missing, self.arch, party, parties)? {
+            let kernel = Kernel::load(&self.context, cubin.image(), program, self.shared_bytes)?;
+            loaded.insert(program, Arc::new(kernel));
+        }
+        Ok(())
+    }
 }

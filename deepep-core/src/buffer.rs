@@ -230,7 +230,8 @@ impl ElasticBuffer {
     }
 
     /// Waits until every rank has come here and its work has run, then gives the memory back (results and handles that still exist
-    /// keep it). Collective. Dropping a buffer instead gives back this rank's part without waiting for anybody.
+    /// keep it). Collective. Dropping a buffer instead gives back this rank's part without waiting for anybody; if an operation is still running on
+    /// its GPU, the memory stays until the process ends.
     ///
     /// # Errors
     /// Those of the bootstrap; the memory is given back all the same.

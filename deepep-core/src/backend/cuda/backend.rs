@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 use std::hash::Hash;
+use std::io::Write as _;
 use std::mem::ManuallyDrop;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 use std::time::Duration;
 
 use once_cell::sync::OnceCell;
@@ -359,6 +360,17 @@ impl Drop for CudaBackend {
         if self.parts.queue.is_idle() {
             // SAFETY: dropped once, here, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.parts) };
+            return;
         }
+        static SAID: Once = Once::new();
+        let (rank, bytes) = (self.parts.heap.rank(), self.parts.heap.bytes());
+        SAID.call_once(|| {
+            // Whoever has closed standard error does not want to know.
+            let _ = writeln!(
+                std::io::stderr(),
+                "deepep-core: the buffer of rank {rank} was dropped while an operation was running; its {bytes} bytes stay until the \
+                 process ends (close it, or wait for the operation first)"
+            );
+        });
     }
 }

@@ -37,6 +37,7 @@ mod ops;
 mod stream;
 pub mod symmetric;
 pub mod tensor;
+mod tune;
 
 pub use backend::Counts;
 pub use bootstrap::Bootstrap;
@@ -47,3 +48,4 @@ pub use error::{Error, Result};
 pub use handle::{Dispatched, Handle};
 pub use ops::{CombineArgs, DispatchArgs};
 pub use stream::{Event, EventRef, StreamRef};
+pub use tune::CollectiveLimits;

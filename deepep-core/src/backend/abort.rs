@@ -16,17 +16,17 @@ fn phase_name(operation: Option<Operation>, phase: Option<Phase>) -> Cow<'static
 /// The error of an abort. `values` is what would have ended the wait and what was there instead; only the rank that gave up first knows.
 pub(crate) fn gave_up(word: AbortWord, waited: Duration, values: Option<[u64; 2]>) -> Error {
     let (rank, missing) = (word.origin as usize, word.missing as usize);
-    let phase = Phase::from_code(word.phase);
+    let (operation, phase) = (Operation::from_code(word.operation), Phase::from_code(word.phase));
     if phase == Some(Phase::Parameters) {
         let digest = |value: u64| format!("{:#010x}", value as u32);
         let [own, other] = match values {
             Some(values) => values.map(digest),
             None => ["one call".into(), "another".into()],
         };
-        return differing(vec![(own, vec![rank]), (other, vec![missing])]);
+        return differing(operation, vec![(own, vec![rank]), (other, vec![missing])]);
     }
     Error::PeerTimeout {
-        phase: phase_name(Operation::from_code(word.operation), phase),
+        phase: phase_name(operation, phase),
         rank,
         missing: vec![missing],
         waited,
@@ -36,7 +36,7 @@ pub(crate) fn gave_up(word: AbortWord, waited: Duration, values: Option<[u64; 2]
 }
 
 /// Ranks made different calls at the same time.
-pub(crate) fn calls_differ(digests: &[u32]) -> Error {
+pub(crate) fn calls_differ(operation: Operation, digests: &[u32]) -> Error {
     let mut values: Vec<(String, Vec<usize>)> = Vec::new();
     for (rank, digest) in digests.iter().enumerate() {
         let value = format!("{digest:#010x}");
@@ -45,11 +45,17 @@ pub(crate) fn calls_differ(digests: &[u32]) -> Error {
             None => values.push((value, vec![rank])),
         }
     }
-    differing(values)
+    differing(Some(operation), values)
 }
 
-fn differing(values: Vec<(String, Vec<usize>)>) -> Error {
-    let field = "dispatch call (digest of shape, layout, alignment, capacities and handle)".into();
+fn differing(operation: Option<Operation>, values: Vec<(String, Vec<usize>)>) -> Error {
+    let field = match operation {
+        Some(Operation::AllGather | Operation::ReduceScatter | Operation::AllReduce) => {
+            "collective call (digest of kind, element type, size, and place in symmetric memory)"
+        }
+        _ => "dispatch call (digest of shape, layout, alignment, capacities and handle)",
+    };
+    let field = field.into();
     Error::RanksDisagree { differences: vec![Difference { field, values }] }
 }
 
@@ -80,7 +86,8 @@ mod tests {
         assert!(error.contains("is 0x000000ab on rank 1, 0x000000cd on rank 3"), "{error}");
         let error = gave_up(at, Duration::ZERO, None).to_string();
         assert!(error.contains("is one call on rank 1, another on rank 3"), "{error}");
-        let error = calls_differ(&[1, 2, 1]).to_string();
+        let error = calls_differ(Operation::AllReduce, &[1, 2, 1]).to_string();
+        assert!(error.contains("collective call"), "{error}");
         assert!(error.contains("is 0x00000001 on rank 0, 2, 0x00000002 on rank 1"), "{error}");
     }
 }

@@ -6,7 +6,8 @@ use super::Order;
 use crate::config::BackendKind;
 use crate::error::Result;
 use crate::jit::CollectiveKind;
-use crate::stream::Event;
+use crate::layout::Operation;
+use crate::stream::{Event, StreamRef};
 use crate::tensor::DType;
 
 /// A collective, ready to run: tensors are contiguous, of one element type, and where the backend can use them.
@@ -19,9 +20,21 @@ pub(crate) struct CollectiveCall<'a> {
     pub(crate) output: u64,
     /// All-gather: bytes that a rank gives. Reduce-scatter: bytes that a rank gets. All-reduce: bytes of either.
     pub(crate) bytes: usize,
+    /// Where the output is in every rank's symmetric memory, if it is there.
+    pub(crate) symmetric: Option<usize>,
     /// Of everything that must be equal on all ranks.
     pub(crate) digest: u32,
     pub(crate) order: Order<'a>,
+}
+
+impl CollectiveCall<'_> {
+    pub(crate) const fn operation(&self) -> Operation {
+        match self.kind {
+            CollectiveKind::AllGather => Operation::AllGather,
+            CollectiveKind::ReduceScatter => Operation::ReduceScatter,
+            CollectiveKind::AllReduce => Operation::AllReduce,
+        }
+    }
 }
 
 /// Runs collectives on one rank. The caller makes one call at a time; all ranks make the same calls in the same order.
@@ -36,4 +49,6 @@ pub(crate) trait CollectiveBackend: Send + Sync {
     unsafe fn run(&self, call: CollectiveCall<'_>) -> Result<Result<Event>>;
     /// Blocks until everything enqueued so far has run.
     fn synchronize(&self, timeout: Duration) -> Result<()>;
+    /// The stream of calls for which the caller gives none.
+    fn stream(&self) -> Option<StreamRef<'_>>;
 }

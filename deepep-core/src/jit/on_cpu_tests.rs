@@ -89,7 +89,8 @@ fn run(build: &Path, layout: &CollectiveLayout, seed: u64) -> Output {
 }
 
 fn layout(ranks: usize) -> CollectiveLayout {
-    CollectiveLayout::new(CollectiveConfig { ranks, cell_bytes: 512, slice: 1024 }).unwrap()
+    CollectiveLayout::new(CollectiveConfig { cell_bytes: 512, slice: 1024, ..CollectiveConfig::new(ranks) })
+        .unwrap()
 }
 
 fn fewer_threads(name: &str, text: String) -> String {

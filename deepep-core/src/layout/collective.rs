@@ -5,6 +5,8 @@ use crate::error::{Error, Result};
 
 /// Most blocks of a collective. Each has flags, counters and stages of its own.
 pub const COLLECTIVE_BLOCKS: usize = 64;
+/// Most bytes of a rank's heap: more than any device has, so that sizes don't overflow later.
+const MAX_HEAP_BYTES: usize = 1 << 44;
 /// Buffers of a block's stages. The kernels say why there are four.
 const BUFFERS: usize = 4;
 
@@ -17,13 +19,15 @@ pub struct CollectiveConfig {
     pub cell_bytes: usize,
     /// Bytes of a slot of a stage: what a block moves at a time. A multiple of 128.
     pub slice: usize,
+    /// Bytes for the callers' own tensors; 0 for none.
+    pub tensor_bytes: usize,
 }
 
 impl CollectiveConfig {
     /// Sizes that suit an NVLink domain of so many ranks.
     #[must_use]
     pub const fn new(ranks: usize) -> Self {
-        Self { ranks, cell_bytes: 256 << 10, slice: 128 << 10 }
+        Self { ranks, cell_bytes: 256 << 10, slice: 128 << 10, tensor_bytes: 0 }
     }
 }
 
@@ -52,6 +56,8 @@ pub struct CollectiveLayout {
     pub cells: usize,
     /// Own and peer, `[COLLECTIVE_BLOCKS][4 buffers][slots][slice]` bytes.
     pub stages: usize,
+    /// The callers' own tensors.
+    pub tensors: usize,
     /// Bytes of a rank's heap.
     pub bytes: usize,
 }
@@ -62,7 +68,7 @@ impl CollectiveLayout {
     /// # Errors
     /// [`Invalid`](Error::Invalid) for a number of ranks or a size that cannot be.
     pub fn new(config: CollectiveConfig) -> Result<Self> {
-        let CollectiveConfig { ranks, cell_bytes, slice } = config;
+        let CollectiveConfig { ranks, cell_bytes, slice, tensor_bytes } = config;
         if !(2..=MAX_RANKS).contains(&ranks) {
             return Err(Error::invalid("ranks of collectives", ranks, format!("must be 2 to {MAX_RANKS}")));
         }
@@ -85,7 +91,12 @@ impl CollectiveLayout {
         let count = c.take(1, 4);
         let cells = c.take(2 * ranks * (cell_bytes / 4), 8);
         let stages = c.take(COLLECTIVE_BLOCKS * BUFFERS * Self::slots(ranks), slice);
+        let tensors = c.take(1, tensor_bytes);
         let bytes = c.bytes();
+        if bytes > MAX_HEAP_BYTES {
+            let need = format!("a rank's memory would have {bytes} bytes, more than {MAX_HEAP_BYTES}");
+            return Err(Error::invalid("tensor_bytes", tensor_bytes, need));
+        }
         Ok(Self {
             config,
             workspace,
@@ -98,6 +109,7 @@ impl CollectiveLayout {
             count,
             cells,
             stages,
+            tensors,
             bytes,
         })
     }
@@ -123,11 +135,14 @@ mod tests {
         for ranks in [2, 3, 8] {
             let l = CollectiveLayout::new(CollectiveConfig::new(ranks)).unwrap();
             let counters = [l.flags, l.steps, l.epochs, l.calls, l.call_count, l.words, l.count];
-            let parts = [&counters[..], &[l.cells, l.stages, l.bytes]].concat();
+            let parts = [&counters[..], &[l.cells, l.stages, l.tensors, l.bytes]].concat();
             assert!(parts.is_sorted() && parts[0] == l.workspace.bytes, "{parts:?}");
             assert!(parts.iter().all(|part| part.is_multiple_of(super::super::REGION_ALIGNMENT)));
             assert_eq!(l.stages - l.cells, 2 * ranks * (256 << 10) * 2);
-            assert_eq!(l.bytes - l.stages, 64 * 4 * ranks * (128 << 10));
+            assert_eq!((l.tensors - l.stages, l.bytes), (64 * 4 * ranks * (128 << 10), l.tensors));
+            let config = CollectiveConfig { tensor_bytes: 1000, ..CollectiveConfig::new(ranks) };
+            let with_tensors = CollectiveLayout::new(config).unwrap();
+            assert_eq!((with_tensors.tensors, with_tensors.bytes), (l.tensors, l.tensors + 1024));
         }
     }
 
@@ -141,6 +156,7 @@ mod tests {
             CollectiveConfig { cell_bytes: 12, ..good },
             CollectiveConfig { slice: 64, ..good },
             CollectiveConfig { slice: 1 << 30, ..good },
+            CollectiveConfig { tensor_bytes: usize::MAX, ..good },
         ] {
             assert!(CollectiveLayout::new(bad).is_err(), "{bad:?}");
         }

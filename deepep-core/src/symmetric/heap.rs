@@ -19,7 +19,7 @@ pub struct Heap {
     segments: (Segments, usize, usize),
     space: Space,
     /// Unmaps and frees when dropped.
-    _memory: Box<dyn Any + Send + Sync>,
+    memory: Box<dyn Any + Send + Sync>,
 }
 
 impl Heap {
@@ -37,7 +37,12 @@ impl Heap {
     ) -> Self {
         let (kind, device_bytes, host_bytes) = segments;
         let bytes = device_bytes + kind.host_segments(bases.len()) * host_bytes;
-        Self { rank, bases, bytes, segments, space, _memory: memory }
+        Self { rank, bases, bytes, segments, space, memory }
+    }
+
+    /// What owns the memory, if it is of this type.
+    pub(super) fn owner<T: Any>(&self) -> Option<&T> {
+        self.memory.downcast_ref()
     }
 
     /// This rank.

@@ -64,6 +64,13 @@ pub struct Request {
 struct Mapped {
     /// By position among the host's ranks.
     ranges: Vec<SegmentedRange>,
+    /// This rank's device memory.
+    own: PhysicalMemory,
+}
+
+/// The device memory of this rank's own range, if the heap was allocated here.
+pub(super) fn device_memory(heap: &Heap) -> Option<&PhysicalMemory> {
+    heap.owner::<Mapped>().map(|mapped| &mapped.own)
 }
 
 /// This rank's physical memory.
@@ -111,7 +118,7 @@ pub fn allocate<B: Bootstrap + ?Sized>(
     let peers =
         agree(bootstrap, "importing symmetric memory", take(cuda, &own, &streams, bootstrap.timeout()))?;
     drop(streams);
-    let mapped = agree(bootstrap, "mapping symmetric memory", map(cuda, request, &peers))?;
+    let mapped = agree(bootstrap, "mapping symmetric memory", map(cuda, request, &own, &peers))?;
     let bases: Vec<u64> = mapped.ranges.iter().map(|range| range.address().get()).collect();
     let segments = Segments::choose(request.host_bytes, request.hybrid);
     let segments = (segments, own.device.size(), request.host_bytes);
@@ -151,7 +158,7 @@ fn take(cuda: &Cuda, own: &Own, streams: &[Option<UnixStream>], timeout: Duratio
     all.collect()
 }
 
-fn map(cuda: &Cuda, request: &Request, ranks: &[Own]) -> Result<Mapped> {
+fn map(cuda: &Cuda, request: &Request, own: &Own, ranks: &[Own]) -> Result<Mapped> {
     let alignment = Granularity::new(HEAP_ALIGNMENT)?;
     let hosts = ranks.iter().filter_map(|rank| rank.host.as_ref());
     let range = |rank: &Own| {
@@ -170,7 +177,8 @@ fn map(cuda: &Cuda, request: &Request, ranks: &[Own]) -> Result<Mapped> {
         }
         range.build()
     };
-    Ok(Mapped { ranges: ranks.iter().map(range).collect::<cuda_vmm::Result<_>>()? })
+    let ranges = ranks.iter().map(range).collect::<cuda_vmm::Result<_>>()?;
+    Ok(Mapped { ranges, own: own.device.clone() })
 }
 
 #[cfg(test)]

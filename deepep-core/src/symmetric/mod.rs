@@ -6,8 +6,10 @@
 
 mod heap;
 mod memory;
+mod multicast;
 mod window;
 
 pub use heap::Heap;
 pub use memory::{Request, Segments, allocate};
+pub(crate) use multicast::{Multicast, join};
 pub use window::{HeapWindow, Registrar};

@@ -9,12 +9,9 @@ use super::{EngineOptions, LaunchShape, describe, domain, launch};
 use crate::error::{Error, Result};
 use crate::jit::params::{CollectiveParams, Domain, MultimemBarrierParams};
 use crate::jit::{BARRIER_THREADS, Collective, CollectiveKind, Element, Program, Supply, THREADS, Way};
-use crate::layout::{COLLECTIVE_BLOCKS, CollectiveLayout, align_up};
+use crate::layout::{COLLECTIVE_BLOCKS, CollectiveConfig, CollectiveLayout, align_up};
+use crate::tune::CollectiveLimits;
 
-/// Bytes to each other rank up to which cells are the fastest way: a cell is twice as long as what it carries.
-const CELL_LIMIT: usize = 128 << 10;
-/// Bytes up to which more than two ranks read everything from everybody, rather than sum parts.
-const ONE_SHOT_LIMIT: usize = 512 << 10;
 /// Chunks that a block has at least to move, so that the steps of one overlap with the copies of another.
 const CHUNKS: usize = 4;
 /// Shortest chunk: one vector a thread.
@@ -27,6 +24,7 @@ pub(crate) struct CollectiveEngine {
     domain: Domain,
     multicast: u64,
     limits: Limits,
+    ways: CollectiveLimits,
     cooperative: bool,
     kernels: Kernels,
 }
@@ -73,12 +71,23 @@ impl CollectiveEngine {
         let kernels = Kernels::new(context.clone(), arch, 0, Supply::new(options.nvrtc, options.cache));
         let domain = domain(&layout.workspace, rank, heap, status, options.timeout);
         let (multicast, cooperative) = (multicast.unwrap_or(0), options.cooperative);
-        Ok(Self { context, layout, domain, multicast, limits, cooperative, kernels })
+        let ways = CollectiveLimits::DEFAULT;
+        Ok(Self { context, layout, domain, multicast, limits, ways, cooperative, kernels })
+    }
+
+    /// The same engine, changing its ways at other sizes.
+    pub(crate) fn with_ways(mut self, ways: CollectiveLimits) -> Self {
+        self.ways = ways;
+        self
     }
 
     /// Compiles and loads everything that calls on elements of a type can need, so that no later call does.
     pub(crate) fn prewarm(&self, element: Element) -> Result<()> {
         use CollectiveKind as Kind;
+        self.kernels.get(Program::Meet { ranks: self.layout.config.ranks })?;
+        if self.multicast != 0 {
+            self.kernels.get(Program::MultimemBarrier { ranks: self.layout.config.ranks })?;
+        }
         for kind in [Kind::AllGather, Kind::ReduceScatter, Kind::AllReduce] {
             for way in [Way::Cells, Way::OneShot, Way::TwoShot] {
                 if way != Way::TwoShot || kind == Kind::AllReduce {
@@ -106,21 +115,43 @@ impl CollectiveEngine {
         if call.bytes == 0 {
             return Ok(());
         }
-        let ranks = self.layout.config.ranks;
-        let way = call.way.unwrap_or_else(|| choose(call.kind, ranks, call.bytes));
-        if way == Way::Cells && call.bytes > self.layout.config.cell_bytes {
-            let need = format!("at most {} travel in cells", self.layout.config.cell_bytes);
+        let config = &self.layout.config;
+        let way = call.way.unwrap_or_else(|| choose(call.kind, config, self.ways, call.bytes));
+        if way == Way::Cells && call.bytes > config.cell_bytes {
+            let need = format!("at most {} travel in cells", config.cell_bytes);
             return Err(Error::invalid("bytes of a collective", call.bytes, need));
         }
         let kernel = self.kernels.get(Program::Collective(self.program(call.kind, call.element, way)))?;
-        let Geometry { blocks, chunk } =
-            Geometry::new(way, call.bytes, self.limits.blocks, self.layout.config.slice);
-        let l = &self.layout;
+        let Geometry { blocks, chunk } = Geometry::new(way, call.bytes, self.limits.blocks, config.slice);
         let params = CollectiveParams {
+            chunk: chunk as u32,
+            ..self.params(call.input, call.output, call.bytes, call.digest)
+        };
+        let shape = LaunchShape { blocks, threads: THREADS, shared_bytes: 0, early: false };
+        // SAFETY: the parameters are those of the collectives' kernels; the caller vouches for stream and tensors, and whoever made the
+        // engine for the memory.
+        unsafe { launch(&self.context, self.cooperative, "a collective", &kernel, shape, &params, stream) }
+    }
+
+    /// Enqueues a meeting of all ranks, in which they compare what they call: when it has run, so has what each of them enqueued before.
+    ///
+    /// # Safety
+    /// As [`run`](Self::run).
+    pub(crate) unsafe fn meet(&self, digest: u32, stream: CUstream) -> Result<()> {
+        let kernel = self.kernels.get(Program::Meet { ranks: self.layout.config.ranks })?;
+        let params = self.params(0, 0, 0, digest);
+        let shape = LaunchShape { blocks: 1, threads: BARRIER_THREADS, shared_bytes: 0, early: false };
+        // SAFETY: as in `run`; the kernel uses none of the tensors.
+        unsafe { launch(&self.context, self.cooperative, "a meeting", &kernel, shape, &params, stream) }
+    }
+
+    fn params(&self, input: u64, output: u64, bytes: usize, digest: u32) -> CollectiveParams {
+        let l = &self.layout;
+        CollectiveParams {
             domain: self.domain,
-            input: call.input,
-            output: call.output,
-            bytes: call.bytes as u64,
+            input,
+            output,
+            bytes: bytes as u64,
             multicast: self.multicast,
             flags: l.flags as u64,
             steps: l.steps as u64,
@@ -131,22 +162,19 @@ impl CollectiveEngine {
             stages: l.stages as u64,
             cell_count: l.cell_count() as u32,
             slice: l.config.slice as u32,
-            chunk: chunk as u32,
-            digest: call.digest,
-        };
-        let shape = LaunchShape { blocks, threads: THREADS, shared_bytes: 0, early: false };
-        // SAFETY: the parameters are those of the collectives' kernels; the caller vouches for stream and tensors, and whoever made the
-        // engine for the memory.
-        unsafe { launch(&self.context, self.cooperative, "a collective", &kernel, shape, &params, stream) }
+            chunk: 0,
+            digest,
+        }
     }
 
-    /// Enqueues a barrier over multicast.
+    /// Enqueues another meeting, after one in which the ranks have compared what they call.
     ///
     /// # Safety
     /// As [`run`](Self::run).
-    pub(crate) unsafe fn multimem_barrier(&self, stream: CUstream) -> Result<()> {
+    pub(crate) unsafe fn meet_again(&self, digest: u32, stream: CUstream) -> Result<()> {
         if self.multicast == 0 {
-            return Err(Error::invalid("barrier", "multimem", "there is no multicast address"));
+            // SAFETY: the caller's promise.
+            return unsafe { self.meet(digest, stream) };
         }
         let kernel = self.kernels.get(Program::MultimemBarrier { ranks: self.layout.config.ranks })?;
         let params = MultimemBarrierParams {
@@ -161,13 +189,13 @@ impl CollectiveEngine {
     }
 }
 
-/// The way that suits a size.
-fn choose(kind: CollectiveKind, ranks: usize, bytes: usize) -> Way {
-    // Without multicast, which changes little at these sizes, a rank stores its values once for every other.
+/// The way that suits a size. Without multicast, which changes little at the sizes that it is about, a rank stores cells once for every other.
+fn choose(kind: CollectiveKind, config: &CollectiveConfig, ways: CollectiveLimits, bytes: usize) -> Way {
+    let CollectiveConfig { ranks, cell_bytes, .. } = *config;
     let copies = if kind == CollectiveKind::ReduceScatter { 1 } else { ranks - 1 };
-    if bytes <= CELL_LIMIT / copies {
+    if bytes <= (ways.cells / copies).min(cell_bytes) {
         Way::Cells
-    } else if kind == CollectiveKind::AllReduce && ranks > 2 && bytes > ONE_SHOT_LIMIT {
+    } else if kind == CollectiveKind::AllReduce && ranks > 2 && bytes > ways.one_shot {
         Way::TwoShot
     } else {
         Way::OneShot
@@ -212,8 +240,19 @@ mod tests {
             (ReduceScatter, 8, 128 << 10, Way::Cells),
             (ReduceScatter, 8, 1 << 30, Way::OneShot),
         ] {
-            assert_eq!(choose(kind, ranks, bytes), way, "{kind:?} {ranks} {bytes}");
+            let config = CollectiveConfig::new(ranks);
+            let chosen = choose(kind, &config, CollectiveLimits::DEFAULT, bytes);
+            assert_eq!(chosen, way, "{kind:?} {ranks} {bytes}");
         }
+        // No more cells than there are, whatever the limit; and no fewer than the limit says.
+        let config = CollectiveConfig { cell_bytes: 512, ..CollectiveConfig::new(2) };
+        let ways = CollectiveLimits::DEFAULT.one_shot(1 << 20);
+        assert_eq!(choose(AllReduce, &config, ways, 512), Way::Cells);
+        assert_eq!(choose(AllReduce, &config, ways, 516), Way::OneShot);
+        assert_eq!(choose(AllReduce, &config, ways.cells(100), 104), Way::OneShot);
+        let four = CollectiveConfig::new(4);
+        assert_eq!(choose(AllReduce, &four, ways, 1 << 20), Way::OneShot);
+        assert_eq!(choose(AllReduce, &four, ways, (1 << 20) + 4), Way::TwoShot);
     }
 
     #[test]

@@ -5,8 +5,8 @@
 //! nothing unless exact counts are asked for, and without them can be captured in a CUDA graph.
 
 mod backend;
-#[allow(dead_code)] // No collectives of this backend are public yet.
 mod collective;
+mod collective_backend;
 mod combine;
 mod copy;
 mod dispatch;
@@ -36,8 +36,8 @@ use cuda_vmm::sys::{
 };
 
 pub(crate) use backend::CudaBackend;
-#[cfg(test)]
 use collective::{CollectiveEngine, CollectiveLaunch};
+pub(crate) use collective_backend::{CollectiveOptions, CudaCollectives};
 use combine::{CombineLaunch, CombinePlan};
 use dispatch::{DispatchLaunch, DispatchPlan};
 pub(crate) use gpu::{Gpu, require_hopper};

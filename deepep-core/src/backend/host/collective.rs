@@ -8,12 +8,13 @@ use half::{bf16, f16};
 
 use super::memory::Area;
 use super::wait::Waits;
+use crate::backend::abort::calls_differ;
 use crate::backend::collective::{CollectiveBackend, CollectiveCall};
 use crate::config::BackendKind;
-use crate::error::{Difference, Error, Result};
+use crate::error::{Error, Result};
 use crate::jit::CollectiveKind;
 use crate::layout::{CollectiveLayout, Operation, Phase};
-use crate::stream::Event;
+use crate::stream::{Event, StreamRef};
 use crate::symmetric::Heap;
 use crate::tensor::DType;
 
@@ -61,11 +62,11 @@ impl CollectiveBackend for HostCollectives {
         };
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.epoch = state.epoch.wrapping_add(1);
-        let (me, operation) = (heap.rank(), operation(call.kind));
+        let (me, operation) = (heap.rank(), call.operation());
         let areas: Vec<_> = (0..heap.ranks()).map(|r| Area::new(heap, r)).collect::<Result<_>>()?;
         let waits = Waits::new(me, &areas, layout.workspace.abort, self.timeout, operation, state.epoch)?;
         let mut rank = Rank { me, layout, areas, waits, step: state.step };
-        if let Err(differ) = rank.compare(state.epoch, call.digest)? {
+        if let Err(differ) = rank.compare(operation, state.epoch, call.digest)? {
             return Ok(Err(differ));
         }
         let outcome = rank.move_all(&call);
@@ -75,6 +76,10 @@ impl CollectiveBackend for HostCollectives {
 
     fn synchronize(&self, _: Duration) -> Result<()> {
         Ok(())
+    }
+
+    fn stream(&self) -> Option<StreamRef<'_>> {
+        None
     }
 }
 
@@ -94,7 +99,7 @@ impl<'a> Rank<'a> {
     }
 
     /// Whether all ranks make the same call. Nothing has been moved.
-    fn compare(&self, epoch: u32, digest: u32) -> Result<Result<()>> {
+    fn compare(&self, operation: Operation, epoch: u32, digest: u32) -> Result<Result<()>> {
         let cell = |from: usize| {
             let parity = (epoch & 1) as usize * self.areas.len();
             self.layout.cells + (parity + from) * self.layout.cell_count() * 8
@@ -108,14 +113,15 @@ impl<'a> Rank<'a> {
             let own = self.areas[self.me].cell64(cell(peer))?;
             digests[peer] = self.waits.value(own, epoch, Phase::Parameters, peer)?;
         }
-        Ok(if digests.iter().all(|&d| d == digest) { Ok(()) } else { Err(calls_differ(&digests)) })
+        let same = digests.iter().all(|&d| d == digest);
+        Ok(if same { Ok(()) } else { Err(calls_differ(operation, &digests)) })
     }
 
     /// Steps of chunks. A step's chunk is in the half of the stages that its number says: a rank fills a half again two steps later, and in
     /// between has waited for a step that the others say only after they have read it.
     fn move_all(&mut self, call: &CollectiveCall<'_>) -> Result<()> {
         let ranks = self.areas.len();
-        let half = (self.layout.bytes - self.layout.stages) / 2;
+        let half = (self.layout.tensors - self.layout.stages) / 2;
         let slots = if call.kind == CollectiveKind::ReduceScatter { ranks } else { 1 };
         let most = half / slots / 64 * 64;
         let mut start = 0;
@@ -190,26 +196,4 @@ fn add(dtype: DType, terms: &[&[u8]], out: &mut [u8]) -> Result<()> {
         got => return Err(Error::DType { tensor: "input", got, expected: "F32, BF16 or F16" }),
     }
     Ok(())
-}
-
-fn operation(kind: CollectiveKind) -> Operation {
-    match kind {
-        CollectiveKind::AllGather => Operation::AllGather,
-        CollectiveKind::ReduceScatter => Operation::ReduceScatter,
-        CollectiveKind::AllReduce => Operation::AllReduce,
-    }
-}
-
-/// Ranks made different calls at the same time.
-fn calls_differ(digests: &[u32]) -> Error {
-    let mut values: Vec<(String, Vec<usize>)> = Vec::new();
-    for (rank, digest) in digests.iter().enumerate() {
-        let value = format!("{digest:#010x}");
-        match values.iter_mut().find(|(known, _)| *known == value) {
-            Some((_, ranks)) => ranks.push(rank),
-            None => values.push((value, vec![rank])),
-        }
-    }
-    let field = "collective call (digest of kind, element type and size)".into();
-    Error::RanksDisagree { differences: vec![Difference { field, values }] }
 }

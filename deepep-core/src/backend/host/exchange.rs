@@ -7,7 +7,7 @@ use super::memory::Table;
 use crate::backend::abort::calls_differ;
 use crate::backend::{Counts, DispatchCall, Problem};
 use crate::error::{Error, Result};
-use crate::layout::{DispatchShape, HandleLayout, Phase, Placement, WorkspaceLayout, align_up};
+use crate::layout::{DispatchShape, HandleLayout, Operation, Phase, Placement, WorkspaceLayout, align_up};
 use crate::tensor::{DType, TensorRef};
 
 /// Slots that a rank has named in its place cell, and its number of sending blocks.
@@ -152,7 +152,7 @@ pub(super) fn exchange(
     let places = all(WorkspaceLayout::CELL_PLACE)?;
     let digests = all(WorkspaceLayout::CELL_CALL)?;
     if digests.iter().any(|&digest| digest != call.digest) {
-        return Err(calls_differ(&digests));
+        return Err(calls_differ(Operation::Dispatch, &digests));
     }
     Ok(places.into_iter().map(Place::decode).collect())
 }

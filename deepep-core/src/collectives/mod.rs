@@ -1,25 +1,26 @@
 //! All-gather, reduce-scatter and all-reduce over symmetric memory.
 
+mod builder;
+
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cuda_vmm::Cuda;
+use cuda_vmm::Device;
 
+pub use self::builder::CollectivesBuilder;
 use crate::backend::Order;
 use crate::backend::collective::{CollectiveBackend, CollectiveCall};
-use crate::backend::host::HostCollectives;
-use crate::backend::platform::Platform;
 use crate::bootstrap::Bootstrap;
-use crate::bootstrap::agree::{Settings, agree, compare};
+use crate::bootstrap::agree::agree;
 use crate::config::BackendKind;
 use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::jit::CollectiveKind;
-use crate::layout::{CollectiveConfig, CollectiveLayout};
 use crate::ops::Digest;
 use crate::stream::{Event, EventRef, StreamRef};
-use crate::symmetric::{self, Request};
+use crate::symmetric::{Heap, Multicast};
 use crate::tensor::{DType, Extent, Space, TensorMut, TensorRef};
 
 /// Collectives among the ranks of a host, on tensors anywhere in the memory of their backend.
@@ -55,136 +56,35 @@ use crate::tensor::{DType, Extent, Space, TensorMut, TensorRef};
 /// ```
 pub struct Collectives {
     backend: Box<dyn CollectiveBackend>,
+    tensors: Option<Tensors>,
+    multicast: Result<Multicast, String>,
+    device: Device,
     domain: Domain,
     timeout: Duration,
     broken: Option<String>,
     bootstrap: Box<dyn Bootstrap>,
 }
 
-/// Settings of [`Collectives`] to be built.
-#[derive(Clone, Debug)]
-#[must_use]
-pub struct CollectivesBuilder {
-    backend: BackendKind,
-    device: Option<usize>,
-    timeout: Duration,
-    cell_bytes: Option<usize>,
-    slice: Option<usize>,
-    cuda: Option<Cuda>,
+/// Symmetric memory for the caller's tensors.
+struct Tensors {
+    heap: Arc<Heap>,
+    offset: usize,
+    bytes: usize,
 }
 
-impl CollectivesBuilder {
-    /// Which processors run the operations.
-    pub fn backend(mut self, backend: BackendKind) -> Self {
-        self.backend = backend;
-        self
-    }
-
-    /// Device ordinal of this rank; without it the rank on its host, modulo the number of devices.
-    pub fn device(mut self, device: usize) -> Self {
-        self.device = Some(device);
-        self
-    }
-
-    /// The longest that an operation waits for another rank; 100 seconds if not set.
-    pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
-        self
-    }
-
-    /// Most bytes of a rank that travel in cells, the way for small messages (see [`CollectiveConfig::cell_bytes`]).
-    pub fn cell_bytes(mut self, bytes: usize) -> Self {
-        self.cell_bytes = Some(bytes);
-        self
-    }
-
-    /// Bytes that a block moves at a time (see [`CollectiveConfig::slice`]); most of the memory is proportional to it.
-    pub fn slice(mut self, bytes: usize) -> Self {
-        self.slice = Some(bytes);
-        self
-    }
-
-    /// Uses this driver instead of the process's, for example a `cuda-vmm-emu` with faults for a test.
-    pub fn driver(mut self, cuda: Cuda) -> Self {
-        self.cuda = Some(cuda);
-        self
-    }
-
-    fn settings(&self, kind: BackendKind, config: &CollectiveConfig) -> Settings {
-        Settings::new()
-            .with("backend", kind.name())
-            .with("timeout", format!("{:?}", self.timeout))
-            .with("cell_bytes", config.cell_bytes)
-            .with("slice", config.slice)
-    }
-
-    /// Compares the settings of all ranks, and allocates and maps the symmetric memory. Collective: every rank builds them.
-    ///
-    /// # Errors
-    /// [`Invalid`](Error::Invalid), [`RanksDisagree`](Error::RanksDisagree), [`Vmm`](Error::Vmm); a failure on one rank is an error on all of
-    /// them, and nothing is left behind.
-    pub fn build(self, bootstrap: impl Bootstrap + 'static) -> Result<Collectives> {
-        let bootstrap: Box<dyn Bootstrap> = Box::new(bootstrap);
-        let ranks = bootstrap.world_size();
-        let mut config = CollectiveConfig::new(ranks);
-        config.cell_bytes = self.cell_bytes.unwrap_or(config.cell_bytes);
-        config.slice = self.slice.unwrap_or(config.slice);
-        let layout = match ranks {
-            1 => Ok(None),
-            _ => CollectiveLayout::new(config).map(Some),
-        };
-        let local =
-            layout.and_then(|layout| Ok((layout, Platform::choose(self.backend, self.cuda.clone())?)));
-        // An error goes to the others as text, and comes back here as it is.
-        let told = match &local {
-            Ok((_, platform)) => Ok(self.settings(platform.kind, &config)),
-            Err(error) => Err(Error::PeerFailed {
-                phase: "configuration of collectives".into(),
-                rank: bootstrap.rank(),
-                message: error.to_string(),
-            }),
-        };
-        let compared = compare(&*bootstrap, "configuration of collectives", told);
-        let (layout, platform) = local?;
-        compared?;
-        let domain = Domain::discover(&*bootstrap)?;
-        let hosts = domain.logical()?.scale_out;
-        if hosts != 1 {
-            let need = "this version connects the ranks of one host; start one group on each host";
-            return Err(Error::invalid("hosts", hosts, need));
-        }
-        let memory = match layout {
-            None => None,
-            Some(layout) => {
-                let seat = platform.seat(&*bootstrap, self.device.unwrap_or(domain.local_rank()))?;
-                let request = Request {
-                    device_bytes: layout.bytes,
-                    host_bytes: 0,
-                    hybrid: false,
-                    device: seat.device.ordinal(),
-                    space: platform.space(),
-                };
-                let heap = symmetric::allocate(&*bootstrap, &domain, &platform.cuda, &request)?;
-                Some((Arc::new(heap), layout))
-            }
-        };
-        let started = HostCollectives::new(memory, self.timeout);
-        let backend = Box::new(agree(&*bootstrap, "starting collectives", started)?);
-        Ok(Collectives { backend, domain, timeout: self.timeout, broken: None, bootstrap })
+impl Tensors {
+    /// Offset of an output in every rank's range, if all of it lies in this rank's memory for tensors.
+    fn locate(&self, tensor: &Extent) -> Option<usize> {
+        let start = tensor.address().checked_sub(self.heap.base() + self.offset as u64)? as usize;
+        let inside = tensor.bytes() > 0 && start.checked_add(tensor.bytes())? <= self.bytes;
+        inside.then_some(self.offset + start)
     }
 }
 
 impl Collectives {
     /// Settings of new ones, with defaults for all.
     pub fn builder() -> CollectivesBuilder {
-        CollectivesBuilder {
-            backend: BackendKind::Auto,
-            device: None,
-            timeout: Duration::from_secs(100),
-            cell_bytes: None,
-            slice: None,
-            cuda: None,
-        }
+        CollectivesBuilder::new()
     }
 
     /// This rank.
@@ -202,11 +102,40 @@ impl Collectives {
         self.backend.kind()
     }
 
+    /// This rank's device, on the CUDA backend that of the tensors.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The stream of calls for which the caller gives none; `None` on the host backend.
+    pub fn stream(&self) -> Option<StreamRef<'_>> {
+        self.backend.stream()
+    }
+
+    /// Addresses of this rank's memory for tensors, if [any was asked for](CollectivesBuilder::tensor_bytes): at the same place in the symmetric
+    /// memory of every rank, and mapped by all ranks. It is there as long as the collectives are.
+    ///
+    /// An all-gather whose output lies in it, at the same offset on all ranks, needs no intermediate memory.
+    pub fn tensors(&self) -> Option<Range<u64>> {
+        let Tensors { heap, offset, bytes } = self.tensors.as_ref()?;
+        let start = heap.base() + *offset as u64;
+        Some(start..start + *bytes as u64)
+    }
+
+    /// Whether values go through a multicast address, and if not, why not.
+    ///
+    /// # Errors
+    /// The reason, in words, if [it was asked for](CollectivesBuilder::multicast) and there is none.
+    pub fn multicast(&self) -> Result<(), &str> {
+        self.multicast.as_ref().map(drop).map_err(String::as_str)
+    }
+
     /// Gives every rank what all ranks give, in rank order: `input` is `[n, c]` and `output` `[ranks * n, c]`, contiguous, of one element type.
     ///
     /// # Errors
-    /// Errors about the arguments come before anything is sent. [`RanksDisagree`](Error::RanksDisagree) if ranks call with different sizes or types;
-    /// nothing was moved. [`PeerTimeout`](Error::PeerTimeout) breaks the collectives.
+    /// Errors about the arguments come before anything is sent. On the CUDA backend the following come from the event or a later call, on the
+    /// host backend from this one: [`RanksDisagree`](Error::RanksDisagree) if ranks call with different sizes or types, which breaks the collectives
+    /// on the CUDA backend (outputs are undefined then) and moves nothing on the host backend; [`PeerTimeout`](Error::PeerTimeout), which breaks them.
     pub fn all_gather(&mut self, input: TensorRef<'_>, output: TensorMut<'_>) -> Result<Event> {
         self.all_gather_on(input, output, None, None)
     }
@@ -293,7 +222,15 @@ impl Collectives {
     /// # Errors
     /// Those of the bootstrap; the memory is given back all the same.
     pub fn close(self) -> Result<()> {
-        agree(&*self.bootstrap, "closing collectives", self.backend.synchronize(self.timeout))
+        let Self { backend, multicast, timeout, bootstrap, .. } = self;
+        let ended = agree(&*bootstrap, "closing collectives", backend.synchronize(timeout));
+        drop(backend);
+        match multicast {
+            // As if dropped: some rank may still use the address.
+            _ if ended.is_err() => ended,
+            Ok(multicast) => multicast.close(timeout),
+            Err(_) => Ok(()),
+        }
     }
 
     fn times_ranks(&self, rows: usize) -> Result<usize> {
@@ -316,10 +253,13 @@ impl Collectives {
         }
         self.check(kind, input, output, &order)?;
         let dtype = input.dtype();
-        // Ranks that give nothing have nothing to wait for: all of them do, or their call differs.
-        let digest = Digest::new().add(kind as usize).add(dtype as usize).add(bytes).finish();
+        // What is in symmetric memory on one rank is there on all, or the calls differ.
+        let gathers = kind == CollectiveKind::AllGather;
+        let symmetric = self.tensors.as_ref().filter(|_| gathers).and_then(|tensors| tensors.locate(output));
+        let place = symmetric.map_or(0, |offset| offset + 1);
+        let digest = Digest::new().add(kind as usize).add(dtype as usize).add(bytes).add(place).finish();
         let (from, to) = (input.address(), output.address());
-        let call = CollectiveCall { kind, dtype, input: from, output: to, bytes, digest, order };
+        let call = CollectiveCall { kind, dtype, input: from, output: to, bytes, symmetric, digest, order };
         // SAFETY: the tensors are borrowed for this call, the output exclusively; they have these sizes (checked), and by the promise of
         // a view on device memory they stay until the work has run. In place, both are one tensor.
         let outcome = unsafe { self.backend.run(call) };

@@ -11,4 +11,5 @@ pub mod process;
 pub mod ranks;
 pub mod sides;
 pub mod team;
+pub mod tensor;
 pub mod tensors;

@@ -30,7 +30,7 @@ struct Call {
         const u32 r = peer();
         if (r >= RANKS) return true;
         u64 told = 0;
-        const Place at = {operation, PHASE_PARAMETERS, number, r, 0};
+        const Place at = {operation, PHASE_STARTED, number, r, 0};
         if (!wait_until(d, at, number, [&](u64& seen) {
                 told = arch::ld_acquire_sys(cell(d.rank, r));
                 seen = cell_epoch(told);
@@ -38,7 +38,7 @@ struct Call {
             }))
             return false;
         if ((u32)told == p.digest) return true;
-        give_up(d, at, true, p.digest, (u32)told, 0);
+        give_up(d, {operation, PHASE_PARAMETERS, number, r, 0}, true, p.digest, (u32)told, 0);
         return false;
     }
     // At the end, by any thread of block 0 after all of them have asked.

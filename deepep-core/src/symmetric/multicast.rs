@@ -145,7 +145,7 @@ mod tests {
         on_ranks(&emulator, true, |bootstrap, domain, heap| {
             let joined = join(bootstrap, domain, heap).unwrap();
             if let Some(variable) = off {
-                assert!(joined.err().unwrap().contains(&format!("{variable}")));
+                assert!(joined.err().unwrap().contains(variable));
                 return;
             }
             let multicast = joined.unwrap_or_else(|reason| panic!("{reason}"));

@@ -111,7 +111,7 @@ impl<'a> Rank<'a> {
         let mut digests = vec![digest; self.areas.len()];
         for peer in self.peers() {
             let own = self.areas[self.me].cell64(cell(peer))?;
-            digests[peer] = self.waits.value(own, epoch, Phase::Parameters, peer)?;
+            digests[peer] = self.waits.value(own, epoch, Phase::Started, peer)?;
         }
         let same = digests.iter().all(|&d| d == digest);
         Ok(if same { Ok(()) } else { Err(calls_differ(operation, &digests)) })

@@ -381,7 +381,9 @@ fn a_rank_that_does_not_come_is_named() {
         assert!(group.wait().is_err(), "rank 1 did not take part");
         assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
         let report = group.ranks[0].status.report(RecordKind::Abort).unwrap();
-        assert_eq!((report.rank, report.peer, report.phase), (0, 1, phase as u32), "{report:?}");
+        assert_eq!((report.rank, report.peer), (0, 1), "{report:?}");
+        // Another thread waits for the other rank's start at the same time.
+        assert!([phase, Phase::Started].iter().any(|&p| p as u32 == report.phase), "{report:?}");
         assert!(Operation::from_code(report.operation).is_some());
         // Whoever comes later is told at once.
         let start = Instant::now();

@@ -22,18 +22,19 @@ struct Stages {
     const CollectiveParams& p;
     const Domain& d;
     const u64 bytes;
-    const Call call;
     u32 operation, step;
 
     // `bytes` are shared out among the blocks.
     DEVICE Stages(const CollectiveParams& p, u32 operation, u64 bytes)
-        : p(p), d(p.domain), bytes(bytes), call(p, operation), operation(operation) {
+        : p(p), d(p.domain), bytes(bytes), operation(operation) {
         step = *cell32(d, d.rank, p.steps + 4 * blockIdx.x);
     }
+    // Made when it is needed: kept, it would cost registers in the loops.
+    DEVICE Call call() const { return Call(p, operation); }
     // False if some rank gave up earlier, or is still in an earlier call and does not come out. For all threads.
     DEVICE bool start() const {
         if (__syncthreads_or(threadIdx.x == 0 && broken(d, operation, step + 1))) return false;
-        call.tell();
+        call().tell();
         return wait(step);
     }
     // Chunks of this block.
@@ -78,7 +79,7 @@ struct Stages {
     // Every rank has finished the step. For all threads; false for all if one does not.
     DEVICE bool wait(u32 number) const {
         // The first step of this call: what the ranks call comes with it, or before.
-        bool there = number != step + 1 || call.agreed();
+        bool there = number != step + 1 || call().agreed();
         if (threadIdx.x < RANKS && threadIdx.x != d.rank) {
             const Place at = {operation, PHASE_STAGE, number, threadIdx.x, blockIdx.x};
             there = there && wait_at_least(d, at, cell32(d, d.rank, flag(threadIdx.x)), number);
@@ -91,7 +92,7 @@ struct Stages {
     DEVICE void end(u32 number) const {
         signal(number);
         if (threadIdx.x == 0) *cell32(d, d.rank, p.steps + 4 * blockIdx.x) = number;
-        call.end();
+        call().end();
     }
     // The loop of operations with one step a chunk: `put(chunk)` fills stages, and when all ranks have done so `get(chunk)` reads them.
     //

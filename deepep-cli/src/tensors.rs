@@ -3,14 +3,37 @@
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
+use cuda_vmm::Device;
 use deepep_core::device::{self, DeviceMemory};
 use deepep_core::tensor::{DType, Space, TensorMut, TensorRef};
-use deepep_core::{BackendKind, ElasticBuffer, Error, Result};
+use deepep_core::{BackendKind, Collectives, ElasticBuffer, Error, Result};
 
 /// Tensors start at multiples of this.
 const ALIGNMENT: usize = 256;
 /// Device memory is taken in pieces of at least this size.
 const PIECE: usize = 64 << 20;
+
+/// Whose operations use tensors.
+pub trait Owner {
+    /// Which processors run them.
+    fn backend(&self) -> BackendKind;
+    /// The device of its rank.
+    fn device(&self) -> &Device;
+}
+
+macro_rules! owner {
+    ($($type:ty),*) => {$(
+        impl Owner for $type {
+            fn backend(&self) -> BackendKind {
+                self.backend()
+            }
+            fn device(&self) -> &Device {
+                self.device()
+            }
+        }
+    )*};
+}
+owner!(ElasticBuffer, Collectives);
 
 /// Memory for the tensors of one rank. It is used again after [`reset`](Self::reset), and given back when dropped; nothing that was enqueued may
 /// use it any more at either moment.
@@ -38,13 +61,13 @@ impl Memory {
         std::mem::forget(self.pieces.take());
     }
 
-    fn take(&self, buffer: &ElasticBuffer, bytes: usize) -> Result<(Rc<DeviceMemory>, usize)> {
+    fn take(&self, owner: &impl Owner, bytes: usize) -> Result<(Rc<DeviceMemory>, usize)> {
         let mut pieces = self.pieces.borrow_mut();
         let fits = pieces.last().is_some_and(|last| self.used.get() + bytes <= last.bytes());
         if !fits {
             let before = pieces.last().map_or(0, |last| last.bytes());
             let size = bytes.max(PIECE).max(2 * before);
-            pieces.push(Rc::new(DeviceMemory::new(buffer.device(), size)?));
+            pieces.push(Rc::new(DeviceMemory::new(owner.device(), size)?));
             self.used.set(0);
         }
         let (offset, piece) = (self.used.get(), &pieces[pieces.len() - 1]);
@@ -58,14 +81,14 @@ impl Memory {
     /// Those of [`DeviceMemory`].
     pub fn matrix(
         &self,
-        buffer: &ElasticBuffer,
+        owner: &impl Owner,
         bytes: &[u8],
         dtype: DType,
         shape: [usize; 2],
     ) -> Result<Tensor> {
         let size = (shape[0] * shape[1] * dtype.size()).max(bytes.len());
-        let home = if buffer.backend() == BackendKind::Cuda {
-            let (memory, offset) = self.take(buffer, size)?;
+        let home = if owner.backend() == BackendKind::Cuda {
+            let (memory, offset) = self.take(owner, size)?;
             if !bytes.is_empty() {
                 memory.write(offset, bytes)?;
             }
@@ -84,12 +107,12 @@ impl Memory {
     /// As [`matrix`](Self::matrix).
     pub fn of<T: Number>(
         &self,
-        buffer: &ElasticBuffer,
+        owner: &impl Owner,
         numbers: &[T],
         rows: usize,
         columns: usize,
     ) -> Result<Tensor> {
-        self.matrix(buffer, &bytes(numbers), T::DTYPE, [rows, columns])
+        self.matrix(owner, &bytes(numbers), T::DTYPE, [rows, columns])
     }
 }
 
@@ -212,9 +235,9 @@ impl Tensor {
     ///
     /// # Errors
     /// Those of [`device::read`].
-    pub fn read(&self, buffer: &ElasticBuffer) -> Result<Vec<u8>> {
+    pub fn read(&self, owner: &impl Owner) -> Result<Vec<u8>> {
         // SAFETY: read here, before anything else happens.
-        device::read(buffer.device(), unsafe { self.view()? })
+        device::read(owner.device(), unsafe { self.view()? })
     }
 }
 
@@ -262,7 +285,7 @@ macro_rules! number {
     )*};
 }
 // Words of four bytes without a type of their own travel as I32.
-number!(u8 => U8, i32 => I32, u32 => I32, i64 => I64, f32 => F32, half::bf16 => Bf16);
+number!(u8 => U8, i32 => I32, u32 => I32, i64 => I64, f32 => F32, half::bf16 => Bf16, half::f16 => F16);
 
 #[cfg(test)]
 mod tests {

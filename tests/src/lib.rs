@@ -11,5 +11,4 @@ pub mod process;
 pub mod ranks;
 pub mod sides;
 pub mod team;
-pub mod tensor;
 pub mod tensors;

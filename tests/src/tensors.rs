@@ -1,7 +1,6 @@
 //! Tensors of a test's ranks, on either backend.
 
-use deepep_cli::tensors::{Memory, Number, Tensor, numbers};
-use deepep_core::ElasticBuffer;
+use deepep_cli::tensors::{Memory, Number, Owner, Tensor, numbers};
 use deepep_core::device;
 use deepep_core::tensor::{DType, TensorMut, TensorRef};
 
@@ -22,8 +21,8 @@ impl Tensors {
     /// # Panics
     /// If the device has no memory for it.
     #[must_use]
-    pub fn of<T: Number>(&self, buffer: &ElasticBuffer, numbers: &[T], rows: usize, columns: usize) -> Given {
-        Given(self.memory.of(buffer, numbers, rows, columns).expect("memory for a tensor"))
+    pub fn of<T: Number>(&self, owner: &impl Owner, numbers: &[T], rows: usize, columns: usize) -> Given {
+        Given(self.memory.of(owner, numbers, rows, columns).expect("memory for a tensor"))
     }
 }
 
@@ -90,8 +89,8 @@ impl Given {
     /// # Panics
     /// If the device has failed.
     #[must_use]
-    pub fn read<T: Number>(&self, buffer: &ElasticBuffer) -> Vec<T> {
-        read(buffer, self.view())
+    pub fn read<T: Number>(&self, owner: &impl Owner) -> Vec<T> {
+        read(owner, self.view())
     }
 }
 
@@ -100,6 +99,6 @@ impl Given {
 /// # Panics
 /// If the device has failed.
 #[must_use]
-pub fn read<T: Number>(buffer: &ElasticBuffer, view: TensorRef<'_>) -> Vec<T> {
-    numbers(&device::read(buffer.device(), view).expect("reading a view"))
+pub fn read<T: Number>(owner: &impl Owner, view: TensorRef<'_>) -> Vec<T> {
+    numbers(&device::read(owner.device(), view).expect("reading a view"))
 }

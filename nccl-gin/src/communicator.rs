@@ -267,7 +267,8 @@ impl Communicator {
     /// allocation and divide it by offsets: each window takes address space for the whole allocation.
     ///
     /// # Errors
-    /// [`Error::Memory`] for memory that cannot be shared (before any rank waits), [`Error::Nothing`] where windows are not supported,
+    /// [`Error::Memory`] for memory that cannot be shared (before any rank waits), [`Error::Nothing`] where windows are not supported (with
+    /// 2.28.3 also on a communicator of one rank),
     /// NCCL's error, or [`Error::Timeout`] if a rank does not come.
     #[doc(alias = "ncclCommWindowRegister")]
     pub fn register(&self, memory: Arc<dyn WindowMemory>, flags: WindowFlags) -> Result<Window> {

@@ -4,7 +4,7 @@ use crate::bytes::Bytes;
 use crate::communicator::inner::{Inner, Leftover};
 use crate::environment::multicast_disabled_by;
 use crate::error::{Error, Result};
-use crate::hint::NO_SYMMETRIC_MEMORY;
+use crate::hint::no_window;
 use crate::pending::Pending;
 use crate::properties::Support;
 use crate::requirements::{DEV_COMM_CAPACITY, DevCommRequirements, Limits};
@@ -113,7 +113,7 @@ impl DevComm {
                         attempt: what,
                         function: Function::ncclDevCommCreate,
                         missing: "device communicator",
-                        advice: NO_SYMMETRIC_MEMORY,
+                        advice: no_window(inner.nccl.generation(), inner.size),
                     });
                 }
                 // A newer library's own layout starts as that of the newest generation.

@@ -1,11 +1,20 @@
 //! What to do about an error of NCCL.
 
-use nccl_gin_sys::{Function, ncclResult_t};
+use nccl_gin_sys::{Function, Generation, ncclResult_t};
 
 /// Where windows are not supported.
 pub(crate) const NO_SYMMETRIC_MEMORY: &str = "the communicator has no symmetric memory: all GPUs of a host must reach each other by \
     peer access, NCCL_CUMEM_ENABLE and NCCL_WIN_ENABLE must not be 0, and ranks that do not share one LSA team need a GIN backend \
     (an RDMA NIC, or a plugin named in NCCL_GIN_PLUGIN and NCCL_RMA_PLUGIN)";
+
+/// Where windows are not supported because of the version: seen with 2.28.3 on a GPU, where the same works with two ranks, and with 2.28.9.
+pub(crate) const NO_WINDOW_ALONE: &str = "NCCL 2.28.3 makes no windows, nor device communicators, on a communicator of one rank: use two \
+    ranks, or NCCL 2.28.9 or newer";
+
+/// What a communicator without windows lacks.
+pub(crate) fn no_window(generation: Generation, ranks: u32) -> &'static str {
+    if generation == Generation::V2_28_3 && ranks == 1 { NO_WINDOW_ALONE } else { NO_SYMMETRIC_MEMORY }
+}
 
 /// Where GIN is not supported.
 pub(crate) const NO_GIN: &str = "no GIN backend is usable on all ranks: it needs an RDMA NIC with GPUDirect, or a plugin named in \

@@ -3,7 +3,7 @@
 use crate::communicator::inner::{Inner, Leftover, RawWindow};
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::hint::NO_SYMMETRIC_MEMORY;
+use crate::hint::{NO_SYMMETRIC_MEMORY, no_window};
 use crate::memory::WindowMemory;
 use crate::pending::Pending;
 use crate::team::Team;
@@ -104,7 +104,7 @@ impl Window {
                     attempt: what.clone(),
                     function,
                     missing: "window",
-                    advice: NO_SYMMETRIC_MEMORY,
+                    advice: no_window(inner.nccl.generation(), inner.size),
                 };
                 if raw.is_null() {
                     return Err(nothing());

@@ -147,6 +147,23 @@ fn a_communicator_without_symmetric_memory_says_so_in_every_version() {
 }
 
 #[test]
+fn a_single_rank_has_no_windows_in_the_first_version() {
+    for (version, advice) in [(22803, "use two ranks, or NCCL 2.28.9 or newer"), (22809, "NCCL_CUMEM_ENABLE")]
+    {
+        let fake = Fake::new(version);
+        world(|world| (world.device_api, world.lsa_size) = (false, 1));
+        let id = UniqueId::from_bytes([7; 128]);
+        let comm = Communicator::init(&fake.nccl, &fake.device, &id, 1, 0, &Fake::config()).unwrap();
+        let memory = fake.memory(&[(MIB2, Kind::Device)]);
+        let error = comm.register(memory, WindowFlags::empty()).unwrap_err();
+        assert!(matches!(error, Error::Nothing { .. }), "{error}");
+        contains(&error, &["on rank 0 of 1", "gave no window", advice]);
+        comm.close().unwrap();
+        fake.finish();
+    }
+}
+
+#[test]
 fn failures_name_function_code_text_and_remedy() {
     let fake = Fake::new(22809);
     says("init.cc:700 NCCL WARN Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 18000");

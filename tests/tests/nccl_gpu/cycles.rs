@@ -53,6 +53,15 @@ fn cycle(rank: &Rank, nvrtc: &Nvrtc, plain: &Plain<'_>, turn: u32) {
     assert_eq!(comm.team_lsa().unwrap().size, rank.size);
 
     let memory = rank.memory(4 * MIB);
+    if !rank.has_windows() {
+        rank.no_window(&comm.register(memory.clone(), WindowFlags::empty()).unwrap_err());
+        // Nor device communicators, for the same reason.
+        let error = comm.create_dev_comm(&DevCommRequirements::new().lsa_barriers(4)).unwrap_err();
+        assert!(matches!(error, Error::Nccl(_) | Error::Nothing { .. }), "{error}");
+        eprintln!("{error}");
+        assert_eq!(Arc::strong_count(&memory), 1);
+        return comm.close().unwrap();
+    }
     let window = comm.register(memory.clone(), WindowFlags::empty()).unwrap();
     assert_eq!((window.address(), window.len()), (memory.address().as_ptr() as usize, 4 * MIB));
     plain.exchange(rank, &window, &name("NCCL's memory"), turn + 1);

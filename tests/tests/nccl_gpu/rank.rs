@@ -4,8 +4,8 @@ use cuda_vmm::Cuda;
 use integration_tests::gpu::{self, skipped};
 use integration_tests::meeting::Meeting;
 use integration_tests::process::{Peer, role, scratch};
-use nccl_gin::sys::Nccl;
-use nccl_gin::{Communicator, Config, Device, MemAlloc, UniqueId};
+use nccl_gin::sys::{Generation, Nccl};
+use nccl_gin::{Communicator, Config, Device, Error, MemAlloc, UniqueId};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -46,6 +46,17 @@ impl Rank {
             shares: size > devices,
             meeting: Meeting::new(folder, rank, size),
         })
+    }
+
+    /// Whether NCCL makes windows here: 2.28.3 does not on a communicator of one rank.
+    pub fn has_windows(&self) -> bool {
+        self.size > 1 || self.nccl.generation() > Generation::V2_28_3
+    }
+
+    /// Checks the error of a window that this NCCL does not make.
+    pub fn no_window(&self, error: &Error) {
+        assert!(matches!(error, Error::Nothing { missing: "window", .. }), "{error}");
+        assert!(error.to_string().contains("2.28.3 makes no windows"), "{error}");
     }
 
     pub fn config() -> Config {

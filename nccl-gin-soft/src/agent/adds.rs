@@ -53,7 +53,7 @@ impl Adder {
                 wait_for(stream, comm, scratch.word(WRITTEN), *value, self.timeout)?;
             }
             for (index, one) in part.iter().enumerate() {
-                self.copies.push(self.scratch.device(VALUES + index * 8), one.word, 8);
+                self.copies.push(self.scratch.device(VALUES + index * 8), one.word, 8, false);
             }
             stream.copy(&mut self.copies)?;
             self.reach(comm, stream)?;

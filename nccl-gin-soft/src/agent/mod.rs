@@ -16,7 +16,7 @@ use crate::region::Region;
 use crate::ring::{Command, Kind, NONE, STREAMS};
 use crate::send::Pump;
 use adds::Adder;
-use queue::Queue;
+use queue::{Queue, Route};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
@@ -226,14 +226,22 @@ impl Agent {
                     Kind::Inline => (channel.inline_device(sequence), None),
                     Kind::Staged => {
                         let staging = channel.staging().ok_or_else(|| lost("staged payload"))?;
-                        (staging.device(command.from.1 as usize), Some((command.to.0, rank, NONE)))
+                        (
+                            staging.device(command.from.1 as usize),
+                            Some(Route { to: command.to.0, from: (rank, NONE), inside: false }),
+                        )
                     }
                     // Only this rank itself commands it to fetch from a third one's memory; a pull is from the sender's own.
                     kind => {
                         let own_get = kind == Kind::Get && rank == comm.rank;
                         let owner = if own_get { usize::from(command.source_rank) } else { rank };
-                        let from = self.source(&region(command.from.0), owner, command);
-                        (from.ok_or_else(|| lost("a source"))?, Some((command.to.0, owner, command.from.0)))
+                        let source = region(command.from.0);
+                        let (from, inside) = source
+                            .as_deref()
+                            .and_then(|source| self.source(source, owner, command))
+                            .ok_or_else(|| lost("a source"))?;
+                        let from_registration = (owner, command.from.0);
+                        (from, Some(Route { to: command.to.0, from: from_registration, inside }))
                     }
                 };
                 let pageable = !target.device;
@@ -290,14 +298,14 @@ impl Agent {
         Ok(())
     }
 
-    /// Address here of the source of a copy.
-    fn source(&self, region: &Option<Arc<Region>>, owner: usize, command: &Command) -> Option<u64> {
-        let region = region.as_ref()?;
+    /// Address here of the source of a copy, and whether it is memory of this rank's device.
+    fn source(&self, region: &Region, owner: usize, command: &Command) -> Option<(u64, bool)> {
+        let (offset, size) = (command.from.1, command.size);
         if owner == self.comm.rank {
-            region.at(command.from.1, command.size)
-        } else {
-            region.at_peer(owner, command.from.1, command.size)
+            return Some((region.at(offset, size)?, true));
         }
+        let inside = region.peers.get(owner)?.mapping.as_ref()?.is_own_device();
+        Some((region.at_peer(owner, offset, size)?, inside))
     }
 }
 

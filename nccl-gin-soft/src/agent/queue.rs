@@ -41,8 +41,16 @@ pub(crate) struct Queue {
     running: [Marker; 2],
 }
 
-/// What a copy is between: registration that it writes, and rank and registration that it reads (staging memory has no registration).
-type Route = (u64, usize, u64);
+/// What a copy is between.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Route {
+    /// Registration that it writes.
+    pub(crate) to: u64,
+    /// Rank and registration that it reads; staging memory has none.
+    pub(crate) from: (usize, u64),
+    /// Whether it is from the device to itself.
+    pub(crate) inside: bool,
+}
 
 /// A word that must be read before it can be added to.
 #[derive(Clone, Copy, Debug)]
@@ -122,7 +130,7 @@ impl Queue {
             self.valued.clear();
         }
         self.copied.push(target);
-        self.copies.push(to, from, size);
+        self.copies.push(to, from, size, route.is_some_and(|route| route.inside));
         Ok(())
     }
 

@@ -10,7 +10,7 @@ pub(crate) use warm::warm_up;
 
 use crate::error::{Error, Result};
 use cuda_vmm_sys::{
-    CUcontext, CUdevice, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationHandleType,
+    CUcontext, CUdevice, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationHandleType, CUmemAllocationProp,
     CUmemGenericAllocationHandle, CUmemLocation, CUmemLocationType, CUstreamCaptureMode, Driver, Function,
 };
 use std::ffi::c_void;
@@ -149,8 +149,8 @@ impl Cuda {
         let _ = unsafe { self.driver.cuMemAddressFree(address, size as usize) };
     }
 
-    /// Imports physical memory and maps it readable and writable for this device.
-    pub(crate) fn map_import(&self, fd: BorrowedFd<'_>, address: u64, size: u64) -> Result<()> {
+    /// Imports physical memory and maps it readable and writable for this device. Returns whether it is this device's own memory.
+    pub(crate) fn map_import(&self, fd: BorrowedFd<'_>, address: u64, size: u64) -> Result<bool> {
         let mut handle: CUmemGenericAllocationHandle = 0;
         let access = CUmemAccessDesc {
             location: CUmemLocation {
@@ -160,7 +160,8 @@ impl Cuda {
             flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
         let size = size as usize;
-        // SAFETY: a descriptor is passed by value in the pointer, as the driver wants it; `access` outlives its call. The handle is released
+        let mut properties = CUmemAllocationProp::default();
+        // SAFETY: a descriptor is passed by value in the pointer, as the driver wants it; `access` and `properties` outlive their calls. The handle is released
         // once: the mapping keeps the memory. What was mapped is unmapped again if access cannot be given.
         unsafe {
             self.driver
@@ -170,6 +171,10 @@ impl Cuda {
                     CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
                 )
                 .map_err(Error::cuda("importing another rank's memory"))?;
+            // What cannot be asked is taken for the device's own: that is right for all memory, if slower for some.
+            let own = self.driver.cuMemGetAllocationPropertiesFromHandle(&mut properties, handle).is_err()
+                || (properties.location.type_ == CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE
+                    && properties.location.id == self.device);
             let mapped = self.driver.cuMemMap(address, size, 0, handle, 0);
             let _ = self.driver.cuMemRelease(handle);
             mapped.map_err(Error::cuda("mapping another rank's memory"))?;
@@ -177,8 +182,8 @@ impl Cuda {
                 let _ = self.driver.cuMemUnmap(address, size);
                 return Err(Error::cuda("giving access to another rank's memory")(error));
             }
+            Ok(own)
         }
-        Ok(())
     }
 
     /// Undoes [`Cuda::map_import`].

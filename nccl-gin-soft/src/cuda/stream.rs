@@ -20,10 +20,14 @@ pub(crate) struct Copies {
     to: Vec<u64>,
     from: Vec<u64>,
     lengths: Vec<usize>,
+    /// Whether one of them is from the device to itself.
+    inside: bool,
 }
 
 impl Copies {
-    pub(crate) fn push(&mut self, to: u64, from: u64, length: u64) {
+    /// `inside` is for a copy from the device to itself.
+    pub(crate) fn push(&mut self, to: u64, from: u64, length: u64, inside: bool) {
+        self.inside |= inside;
         self.to.push(to);
         self.from.push(from);
         self.lengths.push(length as usize);
@@ -55,6 +59,7 @@ impl Copies {
         self.to.clear();
         self.from.clear();
         self.lengths.clear();
+        self.inside = false;
     }
 }
 
@@ -140,8 +145,9 @@ impl Stream {
     pub(crate) fn copy(&self, copies: &mut Copies) -> Result<()> {
         let driver = &self.cuda.driver;
         let attempt = "copying payload";
-        // One copy as well: a plain one inside a device may be done by a kernel, which finds no room beside kernels that wait for it.
-        if self.cuda.batch == Batch::Single {
+        // A plain copy inside the device may be done by a kernel, which finds no room beside kernels that wait for it.
+        let plain = copies.len() == 1 && !copies.inside;
+        if plain || self.cuda.batch == Batch::Single {
             for ((&to, &from), &length) in copies.to.iter().zip(&copies.from).zip(&copies.lengths) {
                 // SAFETY: both ranges lie in registrations or in memory of the plugin, as the callers checked; the stream is ours.
                 unsafe { driver.cuMemcpyAsync(to, from, length, self.raw()) }
@@ -246,11 +252,11 @@ mod tests {
     fn copies_that_follow_each_other_become_one() {
         let mut copies = Copies::default();
         assert!(!copies.extend(100, 200, 8), "nothing to go on from");
-        copies.push(100, 200, 8);
+        copies.push(100, 200, 8, false);
         assert!(copies.extend(108, 208, 24));
         assert!(!copies.extend(132, 208, 8) && !copies.extend(108, 232, 8) && !copies.extend(140, 240, 8));
         assert_eq!((copies.len(), copies.lengths[0]), (1, 32));
-        copies.push(140, 240, 4);
+        copies.push(140, 240, 4, false);
         assert!(copies.extend(144, 244, 4));
         assert_eq!((copies.len(), copies.lengths[1]), (2, 8));
     }

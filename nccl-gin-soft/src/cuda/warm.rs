@@ -44,15 +44,15 @@ pub(crate) fn warm_up<'a>(
     for stream in streams {
         // Two at once, and one alone, each way: the driver may treat them differently.
         let routes = [
-            (device.address, host.device(0)),
-            (device.address + half, device.address),
-            (host.device(0), device.address),
+            (device.address, host.device(0), false),
+            (device.address + half, device.address, true),
+            (host.device(0), device.address, false),
         ];
-        for (to, from) in routes {
-            copies.push(to, from, 8);
-            copies.push(to + 8, from + 8, 1);
+        for (to, from, inside) in routes {
+            copies.push(to, from, 8, inside);
+            copies.push(to + 8, from + 8, 1, inside);
             stream.copy(&mut copies)?;
-            copies.push(to, from, half);
+            copies.push(to, from, half, inside);
             stream.copy(&mut copies)?;
         }
         words.push32(host.device(SIZE - 16), 1);

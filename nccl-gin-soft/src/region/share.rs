@@ -47,6 +47,7 @@ pub(crate) struct Mapping {
     reserved: (u64, u64),
     parts: Vec<(u64, u64)>,
     offset: u64,
+    own_device: bool,
 }
 
 impl Mapping {
@@ -60,15 +61,21 @@ impl Mapping {
             reserved: (address, size),
             parts: Vec::new(),
             offset: exported.lead + exported.offset,
+            own_device: false,
         };
         let mut at = address + exported.lead;
         for (length, fd) in &exported.parts {
             // A failure drops `mapping`, which undoes what is there.
-            cuda.map_import(fd.as_fd(), at, *length)?;
+            mapping.own_device |= cuda.map_import(fd.as_fd(), at, *length)?;
             mapping.parts.push((at, *length));
             at += length;
         }
         Ok(mapping)
+    }
+
+    /// Whether some of it is memory of the very device that it is mapped for: the other rank shares this rank's GPU.
+    pub(crate) fn is_own_device(&self) -> bool {
+        self.own_device
     }
 
     /// Address of the registration's start.

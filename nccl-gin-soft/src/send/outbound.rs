@@ -180,7 +180,7 @@ impl Outbound {
             unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to.as_ptr(), size as usize) };
             self.channel.ready(sequence).store(sequence + 1, Ordering::Release);
         } else {
-            agent.copies.push(staging.device(offset as usize), from, size);
+            agent.copies.push(staging.device(offset as usize), from, size, false);
             agent.words.push64(self.channel.ready_device(sequence), sequence + 1);
         }
         Ok(())

@@ -225,7 +225,9 @@ fn failed_copy(rank: Rank) {
     let target = wire.register(window, PTR_CUDA, 0);
     if wire.here.rank == 1 {
         let faults = wire.here.emulator.faults();
-        faults.fail_once(Function::cuMemcpyBatchAsync_v2, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
+        for function in [Function::cuMemcpyAsync, Function::cuMemcpyBatchAsync_v2] {
+            faults.fail_once(function, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
+        }
     }
     wire.here.barrier();
     let start = Instant::now();

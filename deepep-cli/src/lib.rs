@@ -8,7 +8,7 @@ pub mod gpu;
 pub mod inputs;
 pub mod job;
 pub mod oracle;
-pub mod place;
+mod parallel;
 pub mod routing;
 pub mod tensors;
 pub mod trace;

@@ -1,7 +1,6 @@
 //! Tensors where a buffer's backend can use them: ordinary memory, or memory of the rank's GPU.
 
-use std::cell::{Cell, RefCell};
-use std::rc::Rc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cuda_vmm::Device;
 use deepep_core::device::{self, DeviceMemory};
@@ -39,40 +38,49 @@ owner!(ElasticBuffer, Collectives);
 /// use it any more at either moment.
 #[derive(Debug, Default)]
 pub struct Memory {
-    pieces: RefCell<Vec<Rc<DeviceMemory>>>,
+    pieces: Mutex<Pieces>,
+}
+
+#[derive(Debug, Default)]
+struct Pieces {
+    all: Vec<Arc<DeviceMemory>>,
     /// Bytes of the last piece that are taken.
-    used: Cell<usize>,
+    used: usize,
 }
 
 impl Memory {
     /// All memory is free again: the tensors that were made are gone.
     pub fn reset(&self) {
-        let mut pieces = self.pieces.borrow_mut();
+        let mut pieces = self.lock();
         // The last piece is the largest.
-        if let Some(last) = pieces.pop() {
-            pieces.clear();
-            pieces.push(last);
+        if let Some(last) = pieces.all.pop() {
+            pieces.all.clear();
+            pieces.all.push(last);
         }
-        self.used.set(0);
+        pieces.used = 0;
     }
 
     /// Gives up the memory without giving it back: something may still use it.
     pub fn abandon(&self) {
-        std::mem::forget(self.pieces.take());
+        std::mem::forget(std::mem::take(&mut *self.lock()));
     }
 
-    fn take(&self, owner: &impl Owner, bytes: usize) -> Result<(Rc<DeviceMemory>, usize)> {
-        let mut pieces = self.pieces.borrow_mut();
-        let fits = pieces.last().is_some_and(|last| self.used.get() + bytes <= last.bytes());
+    fn lock(&self) -> MutexGuard<'_, Pieces> {
+        self.pieces.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take(&self, owner: &impl Owner, bytes: usize) -> Result<(Arc<DeviceMemory>, usize)> {
+        let mut pieces = self.lock();
+        let fits = pieces.all.last().is_some_and(|last| pieces.used + bytes <= last.bytes());
         if !fits {
-            let before = pieces.last().map_or(0, |last| last.bytes());
+            let before = pieces.all.last().map_or(0, |last| last.bytes());
             let size = bytes.max(PIECE).max(2 * before);
-            pieces.push(Rc::new(DeviceMemory::new(owner.device(), size)?));
-            self.used.set(0);
+            pieces.all.push(Arc::new(DeviceMemory::new(owner.device(), size)?));
+            pieces.used = 0;
         }
-        let (offset, piece) = (self.used.get(), &pieces[pieces.len() - 1]);
-        self.used.set((offset + bytes).next_multiple_of(ALIGNMENT));
-        Ok((piece.clone(), offset))
+        let (offset, piece) = (pieces.used, pieces.all[pieces.all.len() - 1].clone());
+        pieces.used = (offset + bytes).next_multiple_of(ALIGNMENT);
+        Ok((piece, offset))
     }
 
     /// A contiguous matrix that starts with these bytes; what follows them is undefined.
@@ -120,7 +128,7 @@ impl Memory {
 enum Home {
     /// Aligned for every element type.
     Host(Vec<u64>),
-    Device(Rc<DeviceMemory>, usize),
+    Device(Arc<DeviceMemory>, usize),
 }
 
 /// A tensor of one rank.

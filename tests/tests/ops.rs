@@ -1,7 +1,7 @@
 //! Dispatch and combine against the oracle, bit by bit, on both backends.
 
 use std::net::TcpListener;
-use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Duration;
 
 use cuda_vmm::Cuda;
@@ -196,7 +196,7 @@ on_both_sides! {
             on_threads(ranks, LONG, |bootstrap| {
                 let rank = bootstrap.rank();
                 let mut buffer = ElasticBuffer::with_config(config.clone()).build(bootstrap).unwrap();
-                let memory = Rc::new(Memory::default());
+                let memory = Arc::new(Memory::default());
                 for round in 0..each {
                     let job = random_job(&largest, round);
                     let routings = job.routings();

@@ -14,8 +14,8 @@ use super::report::Samples;
 use crate::gpu::{Graph, Stream};
 use crate::job::{Job, Rank};
 use crate::oracle;
-use crate::place::{Block, Place};
 use crate::routing::Routing;
+use crate::tensors::{Memory, Tensor};
 
 /// Sets of rows.
 const ROUNDS: usize = 2;
@@ -24,10 +24,10 @@ const CHAINS: usize = 5;
 
 /// The tensors of one set of rows.
 struct Set {
-    x: Block,
-    scales: Option<Block>,
+    x: Tensor,
+    scales: Option<Tensor>,
     /// Experts' outputs.
-    y: Option<Block>,
+    y: Option<Tensor>,
 }
 
 /// A rank's tensors and calls.
@@ -35,76 +35,75 @@ pub(super) struct Calls<'a> {
     job: &'a Job,
     rank: usize,
     routings: Vec<Routing>,
-    place: Place,
+    memory: Memory,
     sets: Vec<Set>,
-    ids: Block,
-    weights: Block,
-    out: Block,
+    ids: Tensor,
+    weights: Tensor,
+    out: Tensor,
     /// Of a first dispatch, for cached ones and for combine.
     handle: Option<Handle>,
-    /// Rows of the experts' outputs: as many as a dispatch without counts can deliver.
-    capacity: usize,
     /// Bytes of rows and scales that a token takes, by dispatch and by combine.
     token_bytes: [u64; 2],
     planted: bool,
 }
 
 impl<'a> Calls<'a> {
-    pub(super) fn new(job: &'a Job, rank: usize, place: Place) -> Result<Self, RankError> {
-        let routings = job.routings();
+    pub(super) fn new(job: &'a Job, buffer: &ElasticBuffer) -> Result<Self, RankError> {
+        let (routings, rank, memory) = (job.routings(), buffer.rank(), Memory::default());
         let part = Rank::new(job, &routings, rank);
+        let routing = &routings[rank];
+        let (n, hidden, topk) = (routing.tokens(), job.values.hidden, job.group.topk);
+        let tensor = |bytes: &[u8], dtype, columns| memory.matrix(buffer, bytes, dtype, [n, columns]);
         let sets = (0..ROUNDS as u64)
             .map(|round| {
                 let words = part.scales_by_token(round);
                 let scales = match job.scale_packs() {
                     0 => None,
-                    _ => Some(place.block_of(bytemuck::cast_slice(&words))?),
+                    packs => Some(tensor(bytemuck::cast_slice(&words), DType::F32, packs)?),
                 };
-                Ok(Set { x: place.block_of(&part.own_rows(round))?, scales, y: None })
+                Ok(Set { x: tensor(&part.own_rows(round), job.values.dtype, hidden)?, scales, y: None })
             })
             .collect::<Result<_, RankError>>()?;
-        let routing = &routings[rank];
         let ids = match job.index {
-            IndexWidth::Bits64 => place.block_of(bytemuck::cast_slice(&routing.experts))?,
+            IndexWidth::Bits64 => tensor(bytemuck::cast_slice(&routing.experts), DType::I64, topk)?,
             IndexWidth::Bits32 => {
                 let narrow: Vec<i32> = routing.experts.iter().map(|&id| id as i32).collect();
-                place.block_of(bytemuck::cast_slice(&narrow))?
+                tensor(bytemuck::cast_slice(&narrow), DType::I32, topk)?
             }
         };
-        let weights = place.block_of(bytemuck::cast_slice(&routing.weights))?;
-        let out = place.block(routing.tokens() * job.values.hidden * 2)?;
+        let weights = tensor(bytemuck::cast_slice(&routing.weights), DType::F32, topk)?;
+        let out = tensor(&[], DType::Bf16, hidden)?;
         let row_bytes = job.values.row_bytes() + 4 * job.scale_packs();
-        let token_bytes = [row_bytes as u64, job.values.hidden as u64 * 2];
-        Ok(Self {
-            job,
-            rank,
-            routings,
-            place,
-            sets,
-            ids,
-            weights,
-            out,
-            handle: None,
-            capacity: 0,
-            token_bytes,
-            planted: false,
-        })
+        let token_bytes = [row_bytes as u64, hidden as u64 * 2];
+        let (handle, planted) = (None, false);
+        Ok(Self { job, rank, routings, memory, sets, ids, weights, out, handle, token_bytes, planted })
+    }
+
+    /// Gives the memory back, once nothing uses it any more; if that does not come, keeps it.
+    pub(super) fn give_back(self, clock: &Clock) {
+        if clock.wait("the last call").is_err() {
+            self.memory.abandon();
+        }
     }
 
     /// For tests of the program: sends rows that are not those of the oracle.
-    pub(super) fn plant(&mut self, fault: bool) -> Result<(), RankError> {
-        if !fault || self.planted || self.routings[self.rank].tokens() == 0 {
+    pub(super) fn plant(&mut self, buffer: &ElasticBuffer, fault: bool) -> Result<(), RankError> {
+        if !fault || self.planted {
             return Ok(());
         }
         self.planted = true;
-        for block in self.sets.iter_mut().flat_map(|set| [Some(&mut set.x), set.y.as_mut()]).flatten() {
-            let mut bytes = block.read()?;
-            if let Some(first) = bytes.first_mut() {
-                *first ^= 1;
-            }
-            block.write(&bytes)?;
+        for tensor in self.sets.iter_mut().flat_map(|set| [Some(&mut set.x), set.y.as_mut()]).flatten() {
+            // So much that no rounding of a sum hides it.
+            let bytes: Vec<u8> = tensor.read(buffer)?.iter().take(2).map(|byte| byte ^ 0x40).collect();
+            tensor.write(&bytes)?;
         }
         Ok(())
+    }
+
+    /// Overwrites the sums.
+    fn poison(&mut self) -> Result<(), RankError> {
+        let bytes = self.tokens() * self.job.values.hidden * 2;
+        Ok(self.out.write(&vec![0xff; bytes])?)
     }
 
     fn tokens(&self) -> usize {
@@ -123,15 +122,15 @@ impl<'a> Calls<'a> {
             let dispatched = self.dispatch(buffer, clock, round, None)?;
             clock.wait("the first dispatch")?;
             dispatched.check()?;
-            self.capacity = dispatched.rows();
             let y = self.with_part(true, |part| {
-                let delivered = part.got(buffer, &dispatched)?;
-                part.check_dispatch(&delivered, round as u64)?;
-                Ok::<_, RankError>(part.experts(&delivered, round as u64))
+                let got = part.got(buffer, &dispatched)?;
+                part.check_dispatch(&got, round as u64)?;
+                Ok::<_, RankError>(part.experts(&got, round as u64))
             })?;
-            let mut block = self.place.block(self.capacity * self.job.values.hidden * 2)?;
-            block.write(bytemuck::cast_slice(&y))?;
-            self.sets[round].y = Some(block);
+            // As many rows as a dispatch without counts can deliver.
+            let shape = [dispatched.rows(), self.job.values.hidden];
+            let y = self.memory.matrix(buffer, bytemuck::cast_slice(&y), DType::Bf16, shape)?;
+            self.sets[round].y = Some(y);
             self.handle = Some(dispatched.into_handle());
         }
         Ok(())
@@ -145,19 +144,17 @@ impl<'a> Calls<'a> {
         round: usize,
         handle: Option<&Handle>,
     ) -> Result<Dispatched, RankError> {
-        let (job, n, set) = (self.job, self.tokens(), &self.sets[round % ROUNDS]);
-        let x = set.x.view(job.values.dtype, n, job.values.hidden)?;
-        let width = match job.index {
-            IndexWidth::Bits32 => DType::I32,
-            IndexWidth::Bits64 => DType::I64,
-        };
+        let (job, set) = (self.job, &self.sets[round % ROUNDS]);
+        // SAFETY: tensors are written and given back only after the clock has waited for the calls that use them (`give_back`).
+        let (x, ids, weights) = unsafe { (set.x.view()?, self.ids.view()?, self.weights.view()?) };
         let mut args = match handle {
             Some(handle) => DispatchArgs::cached(x, handle),
-            None => DispatchArgs::new(x, self.ids.view(width, n, job.group.topk)?).without_counts(),
+            None => DispatchArgs::new(x, ids).without_counts(),
         };
-        args = args.weights(self.weights.view(DType::F32, n, job.group.topk)?);
+        args = args.weights(weights);
         if let Some(scales) = &set.scales {
-            args = args.scales(scales.view(DType::F32, n, job.scale_packs())?);
+            // SAFETY: as above.
+            args = args.scales(unsafe { scales.view()? });
         }
         if let (Some(alignment), None) = (job.expanded, handle) {
             args = args.expanded(alignment);
@@ -176,10 +173,9 @@ impl<'a> Calls<'a> {
         round: usize,
         handle: &Handle,
     ) -> Result<(), RankError> {
-        let (n, hidden) = (self.tokens(), self.job.values.hidden);
         let Some(y) = &self.sets[round % ROUNDS].y else { return Ok(()) };
-        let y = y.view(DType::Bf16, self.capacity, hidden)?;
-        let out = self.out.view_mut(DType::Bf16, n, hidden)?;
+        // SAFETY: as in `dispatch`; the calls that write the sums follow each other on one stream.
+        let (y, out) = unsafe { (y.view()?, self.out.view_mut()?) };
         let mut args = CombineArgs::new(y, handle, out).reduction(self.job.reduction);
         if let Some(stream) = clock.borrow() {
             args = args.stream(stream);
@@ -227,14 +223,14 @@ impl<'a> Calls<'a> {
             self.with_part(true, |part| part.check_dispatch(&part.got(buffer, dispatched)?, round))?;
         }
         if matches!(operation, Operation::Combine | Operation::Pair | Operation::Graph) {
-            let bytes = self.out.read()?;
+            let bytes = self.out.read(buffer)?;
             let sums: Vec<bf16> = bytes.as_chunks::<2>().0.iter().map(|&b| bf16::from_ne_bytes(b)).collect();
             self.with_part(false, |part| part.check_combine(&sums, &[], &[], round))?;
         }
         Ok(())
     }
 
-    /// Calls an operation for each set and compares the results. False if it is not possible here.
+    /// Calls an operation and compares the result. False if it is not possible here.
     pub(super) fn check(
         &mut self,
         buffer: &mut ElasticBuffer,
@@ -244,12 +240,11 @@ impl<'a> Calls<'a> {
         if operation == Operation::Graph && clock.stream().is_none() {
             return Ok(false);
         }
-        for round in 0..ROUNDS {
-            self.out.fill(0xff)?;
-            let left = self.call(buffer, clock, operation, round)?;
-            clock.wait("a call to be compared")?;
-            self.compare(buffer, operation, left.as_ref(), round)?;
-        }
+        self.poison()?;
+        // Not the set that a call before has left.
+        let left = self.call(buffer, clock, operation, 0)?;
+        clock.wait("a call to be compared")?;
+        self.compare(buffer, operation, left.as_ref(), 0)?;
         Ok(true)
     }
 
@@ -333,7 +328,7 @@ impl<'a> Calls<'a> {
         })?;
         for i in 0..WARM_UP + iterations {
             if i + 1 == WARM_UP + iterations {
-                self.out.fill(0xff)?;
+                self.poison()?;
             }
             let sample = clock.sample(buffer, flush, 1, |_, _| {
                 // SAFETY: the tensors are this object's, and the heap is the buffer's: both outlive the replay, which the clock waits for.

@@ -3,11 +3,10 @@
 use std::time::{Duration, Instant};
 
 use cuda_vmm::{Memory, PlainMemory};
-use deepep_core::{ElasticBuffer, StreamRef};
+use deepep_core::{BackendKind, ElasticBuffer, StreamRef};
 
 use super::rank::RankError;
 use crate::gpu::{Event, Stream};
-use crate::place::Place;
 
 /// Bytes that are written to empty L2.
 const FLUSH: usize = 256 << 20;
@@ -38,13 +37,16 @@ pub(super) struct Sample {
 }
 
 impl Clock {
-    pub(super) fn new(place: &Place, timeout: Duration) -> Result<Self, RankError> {
-        let Place::Device(context) = place else { return Ok(Self::Host) };
+    pub(super) fn new(buffer: &ElasticBuffer, timeout: Duration) -> Result<Self, RankError> {
+        if buffer.backend() != BackendKind::Cuda {
+            return Ok(Self::Host);
+        }
+        let context = buffer.device().primary_context()?;
         Ok(Self::Device(Box::new(Device {
-            stream: Stream::new(context)?,
-            start: Event::new(context)?,
-            stop: Event::new(context)?,
-            flush: PlainMemory::new(context, FLUSH)?,
+            stream: Stream::new(&context)?,
+            start: Event::new(&context)?,
+            stop: Event::new(&context)?,
+            flush: PlainMemory::new(&context, FLUSH)?,
             timeout,
         })))
     }

@@ -15,7 +15,6 @@ use super::report::{Part, Samples};
 use crate::gpu::GpuError;
 use crate::inputs::Values;
 use crate::job::{Job, JobError, Source};
-use crate::place::Place;
 use crate::routing::Group;
 use crate::trace::Trace;
 
@@ -162,15 +161,7 @@ impl Run {
             Err(error) => return all(Part::Failed(error.to_string()), say),
         };
         let fault = self.fault.filter(|fault| fault.rank == bootstrap.rank());
-        let prepared = Place::of(&buffer).map_err(RankError::from).and_then(|place| {
-            let clock = Clock::new(&place, self.timeout)?;
-            let mut calls = Calls::new(&job, bootstrap.rank(), place)?;
-            calls.plant(fault.is_some_and(|fault| !fault.late))?;
-            calls.prepare(&mut buffer, &clock)?;
-            Ok((calls, clock))
-        });
-        // The clock goes first: it waits for the last call.
-        let (mut calls, clock) = match self.agree(bootstrap, prepared) {
+        let (mut calls, clock) = match self.agree(bootstrap, self.ready(&job, &mut buffer, fault)) {
             Ok(ready) => ready,
             Err(part) => return all(part, say),
         };
@@ -186,7 +177,7 @@ impl Run {
                 Ok(false) => Part::Skipped("the host backend has no graphs".into()),
                 Ok(true) => {
                     let timed = calls
-                        .plant(fault.is_some())
+                        .plant(&buffer, fault.is_some())
                         .and_then(|()| calls.time(&mut buffer, &clock, operation, self.iterations, flush));
                     match self.agree(bootstrap, timed) {
                         Ok(samples) => Part::Timed(samples),
@@ -201,11 +192,31 @@ impl Run {
             }
             say(part);
         }
-        drop(clock);
-        drop(calls);
+        calls.give_back(&clock);
         if lost.is_none() {
             // The times are right whatever comes of it; the next setting finds out whether all ranks still are there.
             let _ = buffer.close();
+        }
+    }
+
+    /// Tensors, compared results of the first calls, and a clock.
+    fn ready<'a>(
+        &self,
+        job: &'a Job,
+        buffer: &mut ElasticBuffer,
+        fault: Option<Fault>,
+    ) -> Result<(Calls<'a>, Clock), RankError> {
+        let clock = Clock::new(buffer, self.timeout)?;
+        let mut calls = Calls::new(job, buffer)?;
+        let prepared = calls
+            .plant(buffer, fault.is_some_and(|fault| !fault.late))
+            .and_then(|()| calls.prepare(buffer, &clock));
+        match prepared {
+            Ok(()) => Ok((calls, clock)),
+            Err(error) => {
+                calls.give_back(&clock);
+                Err(error)
+            }
         }
     }
 

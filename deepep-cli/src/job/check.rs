@@ -1,5 +1,7 @@
 //! Comparison of a rank's results with the oracle.
 
+use std::ops::Range;
+
 use deepep_core::Reduction;
 use half::bf16;
 
@@ -7,6 +9,7 @@ use super::got::Got;
 use super::{JobError, Mismatch, Rank};
 use crate::inputs::{expert_row, expert_sum};
 use crate::oracle::{self, owner};
+use crate::parallel::in_parts;
 
 macro_rules! differs {
     ($($text:tt)*) => {
@@ -63,21 +66,27 @@ impl Rank<'_> {
         }
         let size = job.values.row_bytes();
         let x = &got.x;
-        let mut row = vec![0; size];
-        for at in 0..rows {
-            let found = &x[at * size..][..size];
-            let Some((source, what)) = self.row_source(at) else {
-                if job.zero_padding {
-                    ensure!(found.iter().all(|&b| b == 0), "rank {me}, gap row {at} is not zero");
+        in_parts(rows, size, job.group.ranks, |part| {
+            let mut row = vec![0; size];
+            for at in part {
+                let found = &x[at * size..][..size];
+                let Some((source, what)) = self.row_source(at) else {
+                    if job.zero_padding {
+                        ensure!(found.iter().all(|&b| b == 0), "rank {me}, gap row {at} is not zero");
+                    }
+                    continue;
+                };
+                job.row(round, source.rank, source.token, &mut row);
+                if found == row {
+                    continue;
                 }
-                continue;
-            };
-            job.row(round, source.rank, source.token, &mut row);
-            if let Some(i) = (0..size).find(|&i| found[i] != row[i]) {
-                let (got, want) = (found[i], row[i]);
-                differs!("rank {me}, row {at} ({what}), byte {i}: {got:#04x}, expected {want:#04x}");
+                if let Some(i) = (0..size).find(|&i| found[i] != row[i]) {
+                    let (got, want) = (found[i], row[i]);
+                    differs!("rank {me}, row {at} ({what}), byte {i}: {got:#04x}, expected {want:#04x}");
+                }
             }
-        }
+            Ok(())
+        })?;
         self.check_scales(got, rows, round)?;
         self.check_lanes(got)
     }
@@ -162,12 +171,27 @@ impl Rank<'_> {
         biases: &[Vec<bf16>],
         round: u64,
     ) -> Result<(), JobError> {
+        let bytes = self.job.values.hidden * self.job.group.topk * size_of::<bf16>();
+        in_parts(self.routing.tokens(), bytes, self.job.group.ranks, |part| {
+            self.check_sums(part, out, out_weights, biases, round)
+        })
+    }
+
+    /// The sums of some tokens.
+    fn check_sums(
+        &self,
+        tokens: Range<usize>,
+        out: &[bf16],
+        out_weights: &[f32],
+        biases: &[Vec<bf16>],
+        round: u64,
+    ) -> Result<(), JobError> {
         let (job, me, hidden, k) = (self.job, self.rank, self.job.values.hidden, self.job.group.topk);
         let mut row = vec![0; job.values.row_bytes()];
         let mut numbers = vec![0.0; hidden];
         let mut sum = Vec::new();
         let mut want = vec![bf16::ZERO; hidden];
-        for token in 0..self.routing.tokens() {
+        for token in tokens {
             job.row(round, me, token, &mut row);
             let scales = job.scales(round, me, token);
             job.values.decode(&row, &scales, &mut numbers);

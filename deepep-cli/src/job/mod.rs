@@ -5,7 +5,6 @@ mod clock;
 mod got;
 
 use std::fmt;
-use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,6 +20,7 @@ pub(crate) use self::got::Got;
 use crate::gpu::GpuError;
 use crate::inputs::{Values, expert_row, expert_sum};
 use crate::oracle::{self, Received, owner};
+use crate::parallel::on_rows;
 use crate::routing::{Group, Pattern, Routing, generate};
 use crate::tensors::{Memory, bytes, numbers};
 use crate::trace::Trace;
@@ -234,19 +234,19 @@ pub struct Rank<'a> {
     routings: &'a [Routing],
     routing: &'a Routing,
     received: Received,
-    memory: Rc<Memory>,
+    memory: Arc<Memory>,
 }
 
 impl<'a> Rank<'a> {
     /// Prepares a rank's part, given all ranks' routing.
     pub fn new(job: &'a Job, routings: &'a [Routing], rank: usize) -> Self {
         let received = oracle::received(job.group, routings, rank, job.expanded.unwrap_or(1));
-        Self { job, rank, routings, routing: &routings[rank], received, memory: Rc::default() }
+        Self { job, rank, routings, routing: &routings[rank], received, memory: Arc::default() }
     }
 
     /// Uses this memory for tensors, after other parts of jobs of the same rank have.
     #[must_use]
-    pub fn with_memory(mut self, memory: Rc<Memory>) -> Self {
+    pub fn with_memory(mut self, memory: Arc<Memory>) -> Self {
         self.memory = memory;
         self
     }
@@ -432,9 +432,11 @@ impl<'a> Rank<'a> {
     pub(crate) fn own_rows(&self, round: u64) -> Vec<u8> {
         let size = self.job.values.row_bytes();
         let mut x = vec![0; self.routing.tokens() * size];
-        for (token, row) in x.chunks_mut(size).enumerate() {
-            self.job.row(round, self.rank, token, row);
-        }
+        on_rows(&mut x, size, self.job.group.ranks, |first, rows| {
+            for (i, row) in rows.chunks_mut(size).enumerate() {
+                self.job.row(round, self.rank, first + i, row);
+            }
+        });
         x
     }
 
@@ -473,24 +475,26 @@ impl<'a> Rank<'a> {
         let (job, want, hidden) = (self.job, &self.received, self.job.values.hidden);
         let mut y = vec![bf16::NAN; self.rows() * hidden];
         let size = job.values.row_bytes();
-        let mut numbers = vec![0.0; hidden];
-        let mut sum = Vec::new();
-        for row in 0..self.rows() {
-            let Some((source, _)) = self.row_source(row) else { continue };
-            // The row as it came; scales were compared already.
-            let scales = job.scales(round, source.rank, source.token);
-            job.values.decode(&got.x[row * size..][..size], &scales, &mut numbers);
-            let (experts, weights) = self.lanes_of(source);
-            let out = &mut y[row * hidden..][..hidden];
-            match (job.expanded, want.rows.get(row).copied().flatten()) {
-                (Some(_), Some((_, lane))) => expert_row(experts[lane], weights[lane], &numbers, out),
-                _ => {
-                    let lanes = experts.iter().copied().zip(weights.iter().copied());
-                    let here = lanes.filter(|&(e, _)| owner(job.group, e) == Some(self.rank));
-                    expert_sum(here, &numbers, &mut sum, out);
+        on_rows(&mut y, hidden, job.group.ranks, |first, rows| {
+            let mut numbers = vec![0.0; hidden];
+            let mut sum = Vec::new();
+            for (i, out) in rows.chunks_mut(hidden).enumerate() {
+                let row = first + i;
+                let Some((source, _)) = self.row_source(row) else { continue };
+                // The row as it came; scales were compared already.
+                let scales = job.scales(round, source.rank, source.token);
+                job.values.decode(&got.x[row * size..][..size], &scales, &mut numbers);
+                let (experts, weights) = self.lanes_of(source);
+                match (job.expanded, want.rows.get(row).copied().flatten()) {
+                    (Some(_), Some((_, lane))) => expert_row(experts[lane], weights[lane], &numbers, out),
+                    _ => {
+                        let lanes = experts.iter().copied().zip(weights.iter().copied());
+                        let here = lanes.filter(|&(e, _)| owner(job.group, e) == Some(self.rank));
+                        expert_sum(here, &numbers, &mut sum, out);
+                    }
                 }
             }
-        }
+        });
         y
     }
 }

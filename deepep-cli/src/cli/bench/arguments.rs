@@ -114,7 +114,7 @@ pub(in super::super) struct Arguments {
     no_ceilings: bool,
     /// Find the ceilings and nothing else
     #[arg(long, conflicts_with = "no_ceilings")]
-    ceilings_only: bool,
+    pub(super) ceilings_only: bool,
     /// Seed of everything that is generated
     #[arg(long, default_value_t = 1)]
     seed: u64,

@@ -32,29 +32,39 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     }
     let date = now();
     let quiet = arguments.json.as_deref() == Some(Path::new("-"));
-    if !quiet {
-        plan.notes.iter().for_each(|note| println!("note: {note}"));
-    }
+    let mut notes = plan.notes.clone();
     let board = match (&plan.ceilings, devices.cuda) {
-        (Some(_), Some(cuda)) => Some(Board::new(cuda, &devices.ordinals(), CEILING_BYTES)?),
-        _ => None,
+        (Some(_), Some(cuda)) => Board::new(cuda, &devices.ordinals(), CEILING_BYTES).map(Some),
+        _ => Ok(None),
     };
-    let measure = |extent: &Option<Extent>| -> Result<Vec<Ceiling>, Failure> {
-        let (Some(board), Some(extent)) = (&board, extent) else { return Ok(Vec::new()) };
-        Ok(board.measure(extent)?)
+    let board = match board {
+        Err(error) if arguments.ceilings_only => return Err(error.into()),
+        Err(error) => {
+            notes.push(format!("there are no ceilings to compare with: {error}"));
+            None
+        }
+        Ok(board) => board,
     };
-    let ceilings = measure(&plan.ceilings)?;
+    let measure = |extent: &Option<Extent>| match (&board, extent) {
+        (Some(board), Some(extent)) => board.measure(extent),
+        _ => Ok(Vec::new()),
+    };
+    let ceilings = match measure(&plan.ceilings) {
+        Err(error) if arguments.ceilings_only => return Err(error.into()),
+        Err(error) => {
+            notes.push(format!("there are no ceilings to compare with: {error}"));
+            Vec::new()
+        }
+        Ok(ceilings) => ceilings,
+    };
     // A part of them, to see whether they drift.
     let again = plan.ceilings.as_ref().map(|_| Extent { sms: vec![32], samples: 5 });
+    if !quiet {
+        notes.iter().for_each(|note| println!("note: {note}"));
+    }
     let steps: usize = plan.sections.iter().map(|s| operations(&plan, s) * plan.ranks).sum();
     let bar = progress_bar(quiet, steps);
-    let (mut results, mut later) = (Vec::new(), Vec::new());
-    for (number, section) in plan.sections.iter().enumerate() {
-        results.extend(measure_section(&plan, number, section, &ceilings, devices.usable, &bar)?);
-        later.push(measure(&again)?);
-    }
-    bar.finish_and_clear();
-    let report = Report {
+    let mut report = Report {
         schema: SCHEMA,
         date,
         command: std::iter::once("deepep".to_owned())
@@ -63,12 +73,27 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
             .join(" "),
         machine: Machine::find(plan.cuda),
         method: method(&plan, devices.usable),
-        notes: plan.notes.clone(),
-        drift: drifts(&ceilings, &later),
+        notes,
         ceilings,
-        results,
+        drift: Vec::new(),
+        results: Vec::new(),
     };
-    write(arguments, &report, quiet)?;
+    let mut later = Vec::new();
+    for (number, section) in plan.sections.iter().enumerate() {
+        let measured = measure_section(&plan, number, section, &report.ceilings, devices.usable, &bar)?;
+        report.results.extend(measured);
+        match measure(&again) {
+            Ok(ceilings) => later.push(ceilings),
+            Err(error) => report.notes.push(format!("ceilings were not found again: {error}")),
+        }
+        report.drift = drifts(&report.ceilings, &later);
+        report.machine = Machine::find(plan.cuda);
+        // A run that is killed leaves what it has.
+        save(arguments, &report, quiet)?;
+    }
+    bar.finish_and_clear();
+    save(arguments, &report, quiet)?;
+    show(&report, quiet)?;
     Ok(if report.good() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -132,20 +157,24 @@ fn method(plan: &Plan, devices: usize) -> Method {
     }
 }
 
-fn write(arguments: &Arguments, report: &Report, quiet: bool) -> Result<(), Failure> {
-    let save = |path: &Path, text: &str| {
+/// Writes the files that were asked for.
+fn save(arguments: &Arguments, report: &Report, quiet: bool) -> Result<(), Failure> {
+    let write = |path: &Path, text: &str| {
         std::fs::write(path, text).map_err(|error| format!("writing {}: {error}", path.display()))
     };
-    let json = serde_json::to_string_pretty(report)?;
-    match arguments.json.as_deref() {
-        Some(_) if quiet => println!("{json}"),
-        Some(path) => save(path, &(json + "\n"))?,
-        None => {}
+    if let Some(path) = arguments.json.as_deref().filter(|_| !quiet) {
+        write(path, &(serde_json::to_string_pretty(report)? + "\n"))?;
     }
     if let Some(path) = arguments.svg.as_deref() {
-        save(path, &svg::draw(report)?)?;
+        write(path, &svg::draw(report)?)?;
     }
+    Ok(())
+}
+
+/// Prints tables, or everything as JSON.
+fn show(report: &Report, quiet: bool) -> Result<(), Failure> {
     if quiet {
+        println!("{}", serde_json::to_string_pretty(report)?);
         return Ok(());
     }
     tables::print(report);

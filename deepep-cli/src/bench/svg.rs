@@ -5,7 +5,7 @@ use std::error::Error;
 use plotters::coord::Shift;
 use plotters::prelude::*;
 
-use super::plan::{Operation, Setting};
+use super::plan::{Layout, Operation, Precision, Setting};
 use super::report::{Outcome, Report};
 
 const PANEL: (u32, u32) = (430, 320);
@@ -13,7 +13,21 @@ const PANEL: (u32, u32) = (430, 320);
 /// One curve: a label, and points of (x, median, bound).
 struct Curve {
     label: String,
+    colour: RGBColor,
     points: Vec<(f64, f64, Option<f64>)>,
+}
+
+/// The same for an element type and a layout everywhere; curves that differ in something else are lighter.
+fn colour(setting: &Setting, lighter: usize) -> RGBColor {
+    let [r, g, b] = match (setting.dtype, setting.layout) {
+        (Precision::Fp8, Layout::Plain) => [0x1f, 0x5f, 0xb4],
+        (Precision::Fp8, Layout::Expanded) => [0x1b, 0x8a, 0x5a],
+        (Precision::Bf16, Layout::Plain) => [0xc4, 0x3c, 0x2c],
+        (Precision::Bf16, Layout::Expanded) => [0x7d, 0x3c, 0x98],
+    };
+    let share = 1.0 - 1.0 / (1.0 + 0.35 * lighter as f64);
+    let mix = |c: u8| (f64::from(c) + (255.0 - f64::from(c)) * share) as u8;
+    RGBColor(mix(r), mix(g), mix(b))
 }
 
 /// Curves with the same axes.
@@ -30,8 +44,8 @@ struct Panel {
 /// Those of the drawing library.
 pub fn draw(report: &Report) -> Result<String, Box<dyn Error + Send + Sync>> {
     let panels = panels(report);
-    let columns = Operation::ALL.len().min(panels.len().max(1));
-    let rows = panels.len().div_ceil(columns).max(1);
+    let columns = panels.iter().map(Vec::len).max().unwrap_or(0).max(1);
+    let rows = panels.len().max(1);
     let mut text = String::new();
     {
         let size = (PANEL.0 * columns as u32, PANEL.1 * rows as u32 + 30);
@@ -43,16 +57,18 @@ pub fn draw(report: &Report) -> Result<String, Box<dyn Error + Send + Sync>> {
         };
         let title = format!("deepep bench, {}, {} ranks, {machine}", report.date, report.method.ranks);
         let area = area.titled(&title, ("sans-serif", 16)).map_err(|e| e.to_string())?;
-        for (panel, place) in panels.iter().zip(area.split_evenly((rows, columns))) {
-            draw_panel(panel, &place)?;
+        let places = area.split_evenly((rows, columns));
+        for (row, places) in panels.iter().zip(places.chunks(columns)) {
+            row.iter().zip(places).try_for_each(|(panel, place)| draw_panel(panel, place))?;
         }
         area.present().map_err(|e| e.to_string())?;
     }
     Ok(text)
 }
 
-fn panels(report: &Report) -> Vec<Panel> {
-    let mut panels: Vec<Panel> = Vec::new();
+/// A row for each shape and routing, and another where multiprocessors vary.
+fn panels(report: &Report) -> Vec<Vec<Panel>> {
+    let mut rows: Vec<Vec<Panel>> = Vec::new();
     let mut groups: Vec<Setting> = Vec::new();
     for entry in &report.results {
         let same = |s: &&Setting| (s.shape, s.routing) == (entry.setting.shape, entry.setting.routing);
@@ -61,6 +77,7 @@ fn panels(report: &Report) -> Vec<Panel> {
         }
     }
     for group in groups {
+        let (mut over_tokens, mut over_sms) = (Vec::new(), Vec::new());
         for operation in Operation::ALL {
             let of_group = |s: &Setting| (s.shape, s.routing) == (group.shape, group.routing);
             let timed: Vec<(&Setting, f64, Option<f64>)> = report
@@ -81,7 +98,7 @@ fn panels(report: &Report) -> Vec<Panel> {
             );
             let title = format!("{operation}: {}, {}", group.shape, group.routing);
             if !by_tokens.is_empty() {
-                panels.push(Panel { title: title.clone(), axis: "tokens of a rank", curves: by_tokens });
+                over_tokens.push(Panel { title: title.clone(), axis: "tokens of a rank", curves: by_tokens });
             }
             let by_sms: Vec<Curve> = by_sms
                 .into_iter()
@@ -89,11 +106,12 @@ fn panels(report: &Report) -> Vec<Panel> {
                 .filter(|c| c.points.len() > 1)
                 .collect();
             if !by_sms.is_empty() {
-                panels.push(Panel { title, axis: "multiprocessors", curves: by_sms });
+                over_sms.push(Panel { title, axis: "multiprocessors", curves: by_sms });
             }
         }
+        rows.extend([over_tokens, over_sms].into_iter().filter(|row| !row.is_empty()));
     }
-    panels
+    rows
 }
 
 fn sms(setting: &Setting) -> String {
@@ -111,7 +129,11 @@ fn curves(
         let point = (x(setting), *median, *bound);
         match curves.iter_mut().find(|curve| curve.label == label) {
             Some(curve) => curve.points.push(point),
-            None => curves.push(Curve { label, points: vec![point] }),
+            None => {
+                let taken = |n: &usize| curves.iter().any(|c| c.colour == colour(setting, *n));
+                let colour = colour(setting, (0..).take_while(taken).count());
+                curves.push(Curve { label, colour, points: vec![point] });
+            }
         }
     }
     for curve in &mut curves {
@@ -148,8 +170,8 @@ fn draw_panel(
         .light_line_style(TRANSPARENT)
         .draw()
         .map_err(|e| e.to_string())?;
-    for (i, curve) in panel.curves.iter().enumerate() {
-        let colour = Palette99::pick(i).to_rgba();
+    for curve in &panel.curves {
+        let colour = curve.colour;
         let line: Vec<(f64, f64)> = curve.points.iter().map(|p| (p.0, p.1)).collect();
         chart
             .draw_series(LineSeries::new(line, colour.stroke_width(2)).point_size(2))

@@ -16,11 +16,11 @@ pub struct Machine {
     pub deepep: String,
     /// CUDA version that the driver supports.
     pub cuda: Option<String>,
-    /// The driver's own version, if `nvidia-smi` tells it.
+    /// The driver's own version, if `nvidia-smi` or the kernel module tells it.
     pub driver: Option<String>,
     /// Version of the compiler.
     pub nvrtc: Option<String>,
-    /// Architecture and number of processors.
+    /// Architecture, number of processors, and their name.
     pub host: String,
     /// Visible devices.
     pub devices: Vec<DeviceInfo>,
@@ -61,7 +61,7 @@ impl Machine {
         let processors = std::thread::available_parallelism().map_or(0, usize::from);
         let mut machine = Self {
             deepep: env!("CARGO_PKG_VERSION").into(),
-            host: format!("{}, {processors} processors", std::env::consts::ARCH),
+            host: format!("{}, {processors} processors{}", std::env::consts::ARCH, processor_name()),
             ..Self::default()
         };
         if !gpus {
@@ -75,6 +75,8 @@ impl Machine {
         let version = cuda.driver().version();
         machine.cuda = Some(format!("{}.{}", version / 1000, version % 1000 / 10));
         machine.devices = cuda.devices().unwrap_or_default().iter().map(DeviceInfo::of).collect();
+        let module = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
+        machine.driver = module_version(&module);
         let query = "pci.bus_id,driver_version,clocks.sm,clocks.mem,power.limit";
         let format = "--format=csv,noheader,nounits";
         let told = Command::new("nvidia-smi").args([&format!("--query-gpu={query}"), format]).output();
@@ -105,6 +107,20 @@ impl Machine {
             }
         }
     }
+}
+
+/// The version in what the kernel module says about itself.
+fn module_version(text: &str) -> Option<String> {
+    let line = text.lines().find(|line| line.starts_with("NVRM version"))?;
+    let version = |word: &&str| word.contains('.') && word.split('.').all(|part| part.parse::<u32>().is_ok());
+    line.split_whitespace().find(version).map(str::to_owned)
+}
+
+/// With a comma before it; nothing if the kernel doesn't tell.
+fn processor_name() -> String {
+    let told = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let name = told.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    name.map_or(String::new(), |(_, name)| format!(", {}", name.trim()))
 }
 
 impl DeviceInfo {
@@ -139,6 +155,14 @@ mod tests {
         let [first, second] = &machine.devices[..] else { panic!() };
         assert_eq!((first.sm_mhz, first.memory_mhz, first.power_limit_w), (Some(345.0), None, Some(650.0)));
         assert_eq!((second.sm_mhz, second.memory_mhz), (Some(1980.0), Some(3201.0)));
+    }
+
+    #[test]
+    fn the_kernel_module_knows_its_version() {
+        let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (builder)\nGCC version: gcc 12.3.0\n";
+        assert_eq!(module_version(open).as_deref(), Some("580.159.04"));
+        assert_eq!(module_version("GCC version: gcc 12.3.0"), None);
+        assert_eq!(module_version(""), None);
     }
 
     #[test]

@@ -1,8 +1,10 @@
 //! `deepep bench` on the host backend: the whole harness, its report, and its refusal to time what is wrong.
 
+use std::io::Write as _;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
+use deepep_cli::bench::ceilings::Kind;
 use deepep_cli::bench::plan::{Layout, Operation, Precision};
 use deepep_cli::bench::report::{Outcome, Report, SCHEMA};
 use serde_json::Value;
@@ -80,6 +82,42 @@ fn the_report_is_complete_and_consistent() {
             known.contains(&field.as_str()),
             "{field}: a changed form has a new SCHEMA, and bench-fields.txt"
         );
+    }
+}
+
+/// The same harness where it is meant for.
+#[test]
+fn on_gpus() {
+    let devices = cuda_vmm::Cuda::get().map_or(0, cuda_vmm::Cuda::device_count);
+    if devices == 0 {
+        assert!(std::env::var("REQUIRE_GPU").map_or(true, |v| v != "1"), "no CUDA device");
+        std::io::stderr().write_all(b"\nskipped: bench on GPUs: no CUDA device\n").ok();
+        return;
+    }
+    let arguments = ["bench", "--backend", "cuda", "--quick", "--tokens", "16,600", "--shapes", "1024,4,32"];
+    let output = Command::new(env!("CARGO_BIN_EXE_deepep"))
+        .args(arguments)
+        .args(["--iterations", "3", "--json", "-"])
+        .output()
+        .unwrap();
+    let (out, err) = (text(&output.stdout), text(&output.stderr));
+    assert_eq!(output.status.code(), Some(0), "{out}{err}");
+    let report: Report = serde_json::from_str(&out).unwrap();
+    assert_eq!(report.machine.devices.len(), devices as usize);
+    let has = |kind: Kind| report.ceilings.iter().any(|c| c.kind == kind && c.value > 0.0);
+    assert!(
+        [Kind::LocalStores, Kind::LocalCopy, Kind::Launch, Kind::GraphLaunch].into_iter().all(has),
+        "{out}"
+    );
+    assert_eq!(has(Kind::BulkStores), devices > 1);
+    assert!(!report.drift.is_empty());
+    assert_eq!(report.results.len(), 2 * 2 * (4 + 5));
+    for entry in &report.results {
+        let Outcome::Timed(times) = &entry.outcome else { panic!("{entry:?}") };
+        let t = times.end_to_end_us;
+        assert!(t.p10 > 1.0 && t.p90 < 1e6 && times.kernel_us.is_some(), "{entry:?}");
+        let graph = entry.operation == Operation::Graph;
+        assert_eq!((times.host_us.is_some(), times.chained_us.is_some()), (!graph, !graph), "{entry:?}");
     }
 }
 

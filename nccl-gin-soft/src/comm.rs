@@ -1,6 +1,6 @@
 //! A connection: the ranks, their rings, their registrations, and the threads that work for it.
 
-use crate::agent::Agent;
+use crate::agent::{Agent, REST};
 use crate::cuda::Cuda;
 use crate::error::{Error, Result};
 use crate::failure::Failure;
@@ -14,9 +14,10 @@ use crate::settings::Settings;
 use crate::ticket::MAX_RANKS;
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 /// Another rank.
 pub(crate) struct Peer {
@@ -49,6 +50,9 @@ pub(crate) struct Comm {
     /// The agent's.
     pub(crate) bell: Bell,
     pub(crate) stop: AtomicBool,
+    /// How often the agent was asked to bring its streams to rest, and how often it has.
+    pub(crate) rest_wanted: AtomicU64,
+    pub(crate) rested: AtomicU64,
     contexts: AtomicUsize,
     /// Registrations come one at a time.
     collective: Mutex<()>,
@@ -128,6 +132,8 @@ impl Comm {
             failure,
             bell,
             stop: AtomicBool::new(false),
+            rest_wanted: AtomicU64::new(0),
+            rested: AtomicU64::new(0),
             contexts: AtomicUsize::new(0),
             collective: Mutex::new(()),
             threads: Mutex::default(),
@@ -234,11 +240,33 @@ impl Comm {
         outcome
     }
 
-    /// Ends a registration on this rank. The memory itself is not touched.
+    /// Ends a registration on this rank. When it returns, nothing reads or writes the memory any more, not even for a rank that sends without leave.
     pub(crate) fn deregister(&self, handle: usize) -> Result<()> {
         let region = self.regions.of_handle(handle)?;
         self.regions.remove(region.id);
+        // Pageable memory is touched by the CPU only, while a command is taken.
+        if region.device && !self.rest() {
+            warning!(
+                "rank {}: a stream did not come to rest within {REST:?}; memory of other ranks stays mapped",
+                self.rank
+            );
+            std::mem::forget(region);
+        }
         Ok(())
+    }
+
+    /// Waits until the GPU has done all that the agent has taken so far. Returns whether it has.
+    fn rest(&self) -> bool {
+        let wanted = self.rest_wanted.fetch_add(1, Ordering::AcqRel) + 1;
+        self.bell.ring();
+        let end = Instant::now() + REST;
+        while self.rested.load(Ordering::Acquire) < wanted {
+            if Instant::now() > end {
+                return false;
+            }
+            std::thread::sleep(Duration::from_micros(20));
+        }
+        true
     }
 
     /// Ends all threads, tells the others, and lets go of what they share. Never waits for another rank for longer than a second.

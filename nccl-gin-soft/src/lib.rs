@@ -26,9 +26,10 @@
 //!
 //! Processes with different node names are nodes of their own to NCCL, even on one GPU. There they take turns by time slices, 4.5 ms for each round
 //! trip: correct, and slow. Under MPS (`nvidia-cuda-mps-control -d`, and `CUDA_MPS_PIPE_DIRECTORY` for all processes) they run beside each other,
-//! and a round trip takes as long as between two GPUs. Several ranks of *one* node on a GPU also need `NCCL_MULTI_RANK_GPU_ENABLE=1` (2.30.5 and later).
+//! and a round trip takes tens of microseconds. Several ranks of *one* node on a GPU also need `NCCL_MULTI_RANK_GPU_ENABLE=1` (2.30.5 and later).
 //!
-//! NCCL 2.29.7 resets signals by writing them, so that each one must be read before it is added to: about three times as slow as with later versions.
+//! NCCL 2.29.7 resets signals by writing them, so that each one must be read before it is added to, as signals at an address always are: about three times
+//! as slow as indexed signals of later versions.
 //!
 //! # Settings
 //! Environment variables, read for each connection:

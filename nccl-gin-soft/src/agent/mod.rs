@@ -25,8 +25,8 @@ use watch::Watch;
 
 /// Commands that are taken from one rank before the next one's turn.
 const TURN: usize = 32;
-/// How long streams may take to come to rest when the connection is closed.
-const REST: Duration = Duration::from_secs(10);
+/// How long streams may take to come to rest, when a registration ends or the connection is closed.
+pub(crate) const REST: Duration = Duration::from_secs(10);
 /// How long the agent sleeps at most: what it does not hear of by its bell it sees then.
 const NAP: Duration = Duration::from_millis(20);
 
@@ -83,14 +83,42 @@ impl Agent {
                 outbound.channel.bell().ring();
             }
             while !self.stopped() {
+                if let Err(error) = self.rest_if_wanted() {
+                    warning!("rank {}: {error}", comm.rank);
+                }
                 comm.bell.wait(&[], NAP);
+                comm.bell.hush();
             }
         }
-        let rested = self.queues.iter().all(|queue| queue.stream.drain(REST)) && self.staging.drain(REST);
-        if !rested {
-            warning!("rank {}: a stream did not come to rest within {REST:?}", comm.rank);
+        if let Err(error) = self.drain() {
+            warning!("rank {}: {error}", comm.rank);
         }
+        comm.rested.store(u64::MAX, Ordering::Release);
         self.adder.forget();
+    }
+
+    /// Waits until all streams have done their work.
+    fn drain(&self) -> Result<()> {
+        let end = Instant::now() + REST;
+        for stream in self.queues.iter().map(|queue| &queue.stream).chain([&self.staging]) {
+            if !stream.drain(end.saturating_duration_since(Instant::now()))? {
+                return Err(Error::Deadline { attempt: "waiting for copies to end".into(), waited: REST });
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells whoever ends a registration that nothing is under way that was taken before. In a broken stream there is nothing under way either.
+    fn rest_if_wanted(&self) -> Result<()> {
+        let wanted = self.comm.rest_wanted.load(Ordering::Acquire);
+        if wanted > self.comm.rested.load(Ordering::Relaxed) {
+            let rested = self.drain();
+            if !matches!(rested, Err(Error::Deadline { .. })) {
+                self.comm.rested.store(wanted, Ordering::Release);
+            }
+            rested?;
+        }
+        Ok(())
     }
 
     fn stopped(&self) -> bool {
@@ -102,6 +130,10 @@ impl Agent {
         let mut idle = Idle::new(comm.settings.spin);
         let mut turns = 0u32;
         while !self.stopped() {
+            if comm.rest_wanted.load(Ordering::Acquire) > comm.rested.load(Ordering::Relaxed) {
+                self.queues.iter_mut().try_for_each(|queue| queue.flush(&comm, &mut self.adder))?;
+                self.rest_if_wanted()?;
+            }
             let mut worked = self.take_all()?;
             let mut held = false;
             for queue in &mut self.queues {

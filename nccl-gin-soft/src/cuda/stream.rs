@@ -223,16 +223,19 @@ impl Stream {
         }
     }
 
-    /// Waits until all work is done, an error ends it, or the time is over. Returns whether it is done.
-    pub(crate) fn drain(&self, within: Duration) -> bool {
+    /// Waits until all work is done, or the time is over. Returns whether it is done.
+    ///
+    /// # Errors
+    /// What went wrong in the stream.
+    pub(crate) fn drain(&self, within: Duration) -> Result<bool> {
         let deadline = Instant::now() + within;
-        loop {
-            match self.is_idle() {
-                Ok(true) => return true,
-                Ok(false) if Instant::now() < deadline => std::thread::sleep(Duration::from_micros(50)),
-                _ => return false,
+        while !self.is_idle()? {
+            if Instant::now() >= deadline {
+                return Ok(false);
             }
+            std::thread::sleep(Duration::from_micros(50));
         }
+        Ok(true)
     }
 }
 

@@ -59,8 +59,7 @@ pub(crate) fn warm_up<'a>(
         words.push64(host.device(SIZE - 8), 1);
         words.push64(device.address, 1);
         stream.write(&mut words)?;
-        if !stream.drain(within) {
-            stream.is_idle()?;
+        if !stream.drain(within)? {
             let attempt = "waiting for the first copies of a new stream".to_owned();
             return Err(Error::Deadline { attempt, waited: within });
         }

@@ -4,6 +4,7 @@ mod board;
 mod delays;
 mod failures;
 mod harness;
+mod leave;
 mod loss;
 mod memory;
 mod namespaces;

@@ -7,6 +7,7 @@ use cuda_vmm::sys::CUdevice_attribute;
 use cuda_vmm::{Context, Cuda, Memory, PeerAccess, PlainMemory};
 use deepep_core::jit::{Arch, Cache, Compiler};
 
+use super::boxes::Boxes;
 use super::kernels::{self, Meeting};
 use super::{CeilingError, Kind};
 use crate::gpu::{Event, Module, PinnedWord, Shape, Stream};
@@ -27,10 +28,8 @@ pub(super) struct Unit {
     /// For a second kernel at the same time.
     pub(super) second: Stream,
     pub(super) module: Module,
-    /// What peers write.
-    pub(super) inbox: PlainMemory,
-    /// What peers read.
-    pub(super) outbox: PlainMemory,
+    inbox: PlainMemory,
+    outbox: PlainMemory,
     words: PlainMemory,
     pub(super) start: Event,
     pub(super) stop: Event,
@@ -70,10 +69,6 @@ impl Unit {
         self.words.address().get() + offset as u64
     }
 
-    pub(super) fn wrong(&self) -> u64 {
-        self.word(WRONG)
-    }
-
     pub(super) fn late(&self) -> u64 {
         self.word(LATE)
     }
@@ -90,6 +85,7 @@ impl Unit {
 /// Devices that reach each other's memory, with buffers and kernels on each.
 pub struct Board {
     pub(super) units: Vec<Unit>,
+    pub(super) boxes: Boxes,
     _access: Vec<PeerAccess>,
     go: PinnedWord,
     meetings: Cell<u32>,
@@ -126,11 +122,21 @@ impl Board {
             Some(context) => PinnedWord::new(context)?,
             None => return Err(cuda_vmm::Error::UnknownDevice { ordinal: 0, count: 0 }.into()),
         };
-        let units = contexts
+        let units: Vec<Unit> = contexts
             .into_iter()
             .map(|context| Unit::new(context, &compiler, &cache, bytes))
             .collect::<Result<_, _>>()?;
-        Ok(Self { units, _access: access, go, meetings: Cell::new(0), rounds: Cell::new(0) })
+        let of = |address: fn(&Unit) -> u64| units.iter().map(address).collect();
+        let boxes = Boxes {
+            inboxes: of(|unit| unit.inbox.address().get()),
+            outboxes: of(|unit| unit.outbox.address().get()),
+            bytes: bytes as u64,
+            wrong: of(|unit| unit.word(WRONG)),
+            late: of(Unit::late),
+            timeout_ns: KERNEL_TIMEOUT.as_nanos() as u64,
+        };
+        let (meetings, rounds) = (Cell::new(0), Cell::new(0));
+        Ok(Self { units, boxes, _access: access, go, meetings, rounds })
     }
 
     /// Number of devices.

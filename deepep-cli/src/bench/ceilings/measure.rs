@@ -3,9 +3,8 @@
 use std::ffi::CStr;
 use std::time::Instant;
 
-use cuda_vmm::Memory;
-
 use super::board::{KERNEL_TIMEOUT, RING_WORDS, Unit};
+use super::boxes::Rows;
 use super::{Board, Ceiling, CeilingError, Kind, Ring, Transfer};
 use crate::bench::stats::median;
 use crate::gpu::{Graph, Shape};
@@ -26,16 +25,6 @@ pub struct Extent {
     pub sms: Vec<u32>,
     /// Samples, whose median counts.
     pub samples: usize,
-}
-
-/// Rows that a device moves to or from its targets, and what it looks like on the other side.
-#[derive(Clone, Copy)]
-struct Pattern {
-    rows: u64,
-    row_bytes: u32,
-    round: u32,
-    /// Warps that store; 0 if rows are stored in order.
-    slots: u32,
 }
 
 impl Board {
@@ -73,53 +62,15 @@ impl Board {
         Ok(found)
     }
 
-    /// What goes to one peer, or with one device to itself.
-    fn part_bytes(&self) -> u64 {
-        let parts = (self.devices() - 1).max(1) as u64;
-        let whole = self.units.iter().map(|unit| unit.inbox.size() as u64).min().unwrap_or(0);
-        whole / parts / 4096 * 4096
-    }
-
     fn next_round(&self) -> u32 {
         self.rounds.set(self.rounds.get() + 1);
         self.rounds.get()
     }
 
-    /// Where device `from` finds the part of device `from + distance` that is its own, in order of distance.
-    fn inboxes(&self, from: usize) -> Vec<u64> {
-        let n = self.devices();
-        let part = |distance: usize| (n - 1 - distance) as u64 * self.part_bytes();
-        (1..n).map(|d| self.units[(from + d) % n].inbox.address().get() + part(d)).collect()
-    }
-
-    fn outboxes(&self, of: usize) -> Vec<u64> {
-        let n = self.devices();
-        (1..n).map(|d| self.units[(of + d) % n].outbox.address().get()).collect()
-    }
-
-    fn transfer(&self, unit: &Unit, targets: &[u64], pattern: Pattern) -> Transfer {
-        let mut target = [0; 8];
-        target[..targets.len()].copy_from_slice(targets);
-        Transfer {
-            target,
-            source: unit.outbox.address().get(),
-            rows: pattern.rows,
-            wrong: unit.wrong(),
-            late: unit.late(),
-            timeout_ns: KERNEL_TIMEOUT.as_nanos() as u64,
-            targets: targets.len() as u32,
-            row_bytes: pattern.row_bytes,
-            round: pattern.round,
-            compare: 0,
-            slots: pattern.slots,
-            which: 0,
-        }
-    }
-
     fn run(&self, unit: &Unit, name: &CStr, shape: Shape, transfer: &Transfer) -> Result<(), CeilingError> {
         let function = unit.module.function(name, shape.shared)?;
-        // SAFETY: the kernel takes a Transfer. Its rows lie in boxes of this board (`transfer`), whose devices reach each other, and every
-        // caller waits with `settle` before the boxes can go.
+        // SAFETY: the kernel takes a Transfer. Its rows lie in boxes of this board, whose devices reach each other, and every caller waits
+        // with `settle` before they can go.
         Ok(unsafe { function.launch(&unit.stream, shape, transfer) }?)
     }
 
@@ -129,25 +80,21 @@ impl Board {
     }
 
     /// Fills all outboxes.
-    fn fill(&self, kind: Kind, pattern: Pattern) -> Result<(), CeilingError> {
-        for unit in &self.units {
-            let transfer = self.transfer(unit, &[unit.outbox.address().get()], pattern);
-            self.run(unit, c"ceiling_fill", Self::wide(unit), &transfer)?;
+    fn fill(&self, kind: Kind, rows: Rows) -> Result<(), CeilingError> {
+        for (i, unit) in self.units.iter().enumerate() {
+            self.run(unit, c"ceiling_fill", Self::wide(unit), &self.boxes.fill(i, rows))?;
         }
         self.settle(kind)
     }
 
     /// Compares all inboxes.
-    fn check(&self, kind: Kind, pattern: Pattern) -> Result<(), CeilingError> {
-        let n = self.devices();
-        for unit in &self.units {
-            let local = matches!(kind, Kind::LocalStores | Kind::LocalCopy);
-            let distances = if local { 1..2 } else { 1..n };
-            for d in distances {
-                let part = if local { 0 } else { (n - 1 - d) as u64 * self.part_bytes() };
-                let mut transfer = self.transfer(unit, &[unit.inbox.address().get() + part], pattern);
-                transfer.which = d as u32 - 1;
-                transfer.targets = if local { 1 } else { n as u32 - 1 };
+    fn check(&self, kind: Kind, rows: Rows) -> Result<(), CeilingError> {
+        for (i, unit) in self.units.iter().enumerate() {
+            let transfers = match kind {
+                Kind::LocalStores | Kind::LocalCopy => vec![self.boxes.check_own(i, rows)],
+                _ => self.boxes.check_peers(i, rows),
+            };
+            for transfer in transfers {
                 self.run(unit, c"ceiling_check", Self::wide(unit), &transfer)?;
             }
         }
@@ -168,35 +115,42 @@ impl Board {
         Ok(bytes as f64 / median(&times) / 1e3)
     }
 
+    /// Rows of this size that fill a part.
+    fn rows(&self, row_bytes: u32, slots: u32) -> Rows {
+        let rows = self.boxes.part_bytes() / u64::from(row_bytes);
+        Rows { rows, row_bytes, round: self.next_round(), slots }
+    }
+
+    /// Bytes of rows for all peers.
+    fn peer_bytes(&self, rows: Rows) -> u64 {
+        rows.rows * u64::from(rows.row_bytes) * (self.devices() as u64 - 1)
+    }
+
     fn copy_engine(&self, samples: usize) -> Result<Ceiling, CeilingError> {
-        let (kind, part) = (Kind::CopyEngine, self.part_bytes());
-        let row_bytes = STORE_ROW;
-        let pattern =
-            Pattern { rows: part / u64::from(row_bytes), row_bytes, round: self.next_round(), slots: 0 };
-        self.fill(kind, pattern)?;
-        let bytes = part * (self.devices() as u64 - 1);
-        let value = self.rate(kind, samples, bytes, |unit, i| {
-            let from = unit.outbox.address().get();
-            self.inboxes(i).into_iter().try_for_each(|to| {
+        let kind = Kind::CopyEngine;
+        let rows = self.rows(STORE_ROW, 0);
+        self.fill(kind, rows)?;
+        let part = (rows.rows * u64::from(rows.row_bytes)) as usize;
+        let value = self.rate(kind, samples, self.peer_bytes(rows), |unit, i| {
+            let transfer = self.boxes.to_peers(i, rows);
+            transfer.target[..transfer.targets as usize].iter().try_for_each(|&to| {
                 // SAFETY: both boxes have that many bytes, are this board's, and `sample` waits.
-                unsafe { unit.stream.copy(to, from, part as usize) }
+                unsafe { unit.stream.copy(to, transfer.source, part) }
             })?;
             Ok(())
         })?;
-        self.check(kind, pattern)?;
+        self.check(kind, rows)?;
         Ok(Ceiling { kind, sms: None, row_bytes: None, value })
     }
 
     fn stores(&self, sms: u32, samples: usize) -> Result<Ceiling, CeilingError> {
         let kind = Kind::Stores;
-        let rows = self.part_bytes() / u64::from(STORE_ROW);
-        let pattern = Pattern { rows, row_bytes: STORE_ROW, round: self.next_round(), slots: 0 };
+        let rows = self.rows(STORE_ROW, 0);
         let shape = Shape { blocks: sms, threads: STORE_THREADS, shared: 0 };
-        let bytes = rows * u64::from(STORE_ROW) * (self.devices() as u64 - 1);
-        let value = self.rate(kind, samples, bytes, |unit, i| {
-            self.run(unit, c"ceiling_store", shape, &self.transfer(unit, &self.inboxes(i), pattern))
+        let value = self.rate(kind, samples, self.peer_bytes(rows), |unit, i| {
+            self.run(unit, c"ceiling_store", shape, &self.boxes.to_peers(i, rows))
         })?;
-        self.check(kind, pattern)?;
+        self.check(kind, rows)?;
         Ok(Ceiling { kind, sms: Some(sms), row_bytes: None, value })
     }
 
@@ -207,52 +161,41 @@ impl Board {
         row_bytes: u32,
         samples: usize,
     ) -> Result<Ceiling, CeilingError> {
+        let rows = self.rows(row_bytes, shape.blocks * shape.threads / 32);
         let local = kind == Kind::LocalStores;
-        let rows = self.part_bytes() / u64::from(row_bytes);
-        let slots = shape.blocks * shape.threads / 32;
-        let pattern = Pattern { rows, row_bytes, round: self.next_round(), slots };
-        let targets = |unit: &Unit, i| match local {
-            true => vec![unit.inbox.address().get()],
-            false => self.inboxes(i),
-        };
-        let receivers = if local { 1 } else { self.devices() as u64 - 1 };
-        let bytes = rows * u64::from(row_bytes) * receivers;
+        let bytes = if local { rows.rows * u64::from(row_bytes) } else { self.peer_bytes(rows) };
         let value = self.rate(kind, samples, bytes, |unit, i| {
-            self.run(unit, c"ceiling_bulk_store", shape, &self.transfer(unit, &targets(unit, i), pattern))
+            let transfer = if local { self.boxes.to_own(i, rows) } else { self.boxes.to_peers(i, rows) };
+            self.run(unit, c"ceiling_bulk_store", shape, &transfer)
         })?;
-        self.check(kind, pattern)?;
+        self.check(kind, rows)?;
         Ok(Ceiling { kind, sms: Some(shape.blocks), row_bytes: Some(row_bytes), value })
     }
 
     fn bulk_reads(&self, shape: Shape, row_bytes: u32, samples: usize) -> Result<Ceiling, CeilingError> {
         let kind = Kind::BulkReads;
-        let rows = self.part_bytes() / u64::from(row_bytes);
-        let pattern = Pattern { rows, row_bytes, round: self.next_round(), slots: 0 };
-        self.fill(kind, pattern)?;
+        let rows = self.rows(row_bytes, 0);
+        self.fill(kind, rows)?;
         let read = |compare: u32| {
             move |unit: &Unit, i: usize| {
-                let mut transfer = self.transfer(unit, &self.outboxes(i), pattern);
-                transfer.compare = compare;
+                let transfer = Transfer { compare, ..self.boxes.from_peers(i, rows) };
                 self.run(unit, c"ceiling_bulk_read", shape, &transfer)
             }
         };
         // Every row is compared once; the timed kernels compare each warp's last.
         self.sample(kind, read(1))?;
-        let bytes = rows * u64::from(row_bytes) * (self.devices() as u64 - 1);
-        let value = self.rate(kind, samples, bytes, read(0))?;
+        let value = self.rate(kind, samples, self.peer_bytes(rows), read(0))?;
         Ok(Ceiling { kind, sms: Some(shape.blocks), row_bytes: Some(row_bytes), value })
     }
 
     fn local_copy(&self, shape: Shape, row_bytes: u32, samples: usize) -> Result<Ceiling, CeilingError> {
         let kind = Kind::LocalCopy;
-        let rows = self.part_bytes() / u64::from(row_bytes);
-        let pattern = Pattern { rows, row_bytes, round: self.next_round(), slots: 0 };
-        self.fill(kind, pattern)?;
-        let value = self.rate(kind, samples, rows * u64::from(row_bytes), |unit, _| {
-            let transfer = self.transfer(unit, &[unit.inbox.address().get()], pattern);
-            self.run(unit, c"ceiling_bulk_copy", shape, &transfer)
+        let rows = self.rows(row_bytes, 0);
+        self.fill(kind, rows)?;
+        let value = self.rate(kind, samples, rows.rows * u64::from(row_bytes), |unit, i| {
+            self.run(unit, c"ceiling_bulk_copy", shape, &self.boxes.to_own(i, rows))
         })?;
-        self.check(kind, pattern)?;
+        self.check(kind, rows)?;
         Ok(Ceiling { kind, sms: Some(shape.blocks), row_bytes: Some(row_bytes), value })
     }
 

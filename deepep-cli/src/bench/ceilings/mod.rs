@@ -4,10 +4,12 @@
 //! with what was sent. See [`Board::measure`].
 
 mod board;
+mod boxes;
 mod kernels;
 mod measure;
 
 pub use board::Board;
+pub use boxes::{Boxes, Rows};
 pub use kernels::{ENTRIES, Meeting, Ring, Transfer, compile, source};
 pub use measure::Extent;
 

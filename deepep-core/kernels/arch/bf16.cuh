@@ -13,4 +13,11 @@ DEVICE u32 bf16_pack(float low, float high) {
     return pair;
 }
 
+// Sums of two pairs, rounded to nearest even; NaN becomes 0x7FFF. The same bits as a sum in FP32 that is rounded afterwards.
+DEVICE u32 bf16_add(u32 a, u32 b) {
+    u32 pair;
+    asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    return pair;
+}
+
 }  // namespace arch

@@ -27,6 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __
     if (!b.control.failed) {
         if (blockIdx.x == 0 && threadIdx.x < RANKS && threadIdx.x != b.me)
             arch::st_release_sys((u32*)((u8*)cell32(b.d, threadIdx.x, b.d.started) + b.me * CELL_LINE), b.epoch);
+        if (blockIdx.x == 0 && threadIdx.x == 0) *b.ticket(TICKET_RETURN, 1) = 0;
         __syncwarp();
         constexpr bool SUMS = EXPANDED && REDUCE_FIRST;
         const u32 senders = RANKS > 1 ? p.row_warps : 0, first_reducer = RANKS > 1 ? p.row_warps + 1 : 0;

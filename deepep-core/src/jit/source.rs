@@ -253,6 +253,7 @@ impl Program {
             ("TICKET_SEND", Ticket::Send as usize),
             ("TICKET_OWN", Ticket::Own as usize),
             ("TICKET_INCOMING", Ticket::Incoming as usize),
+            ("TICKET_RETURN", Ticket::Return as usize),
             ("TICKET_KINDS", Ticket::COUNT),
             ("STATUS_RECORD_BYTES", STATUS_RECORD_BYTES),
             ("RECORD_ABORT", RecordKind::Abort as usize),

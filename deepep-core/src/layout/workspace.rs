@@ -12,11 +12,13 @@ pub enum Ticket {
     Own = 1,
     /// Rows that came in and are duplicated.
     Incoming = 2,
+    /// Rows of a combine.
+    Return = 3,
 }
 
 impl Ticket {
     /// Number of kinds.
-    pub const COUNT: usize = 3;
+    pub const COUNT: usize = 4;
 }
 
 /// Offsets of the workspace's cells.

@@ -26,6 +26,10 @@ struct Block {
 
     DEVICE Place place(u32 phase, u32 peer, u32 index) const { return {OPERATION_COMBINE, phase, epoch, peer, index}; }
     DEVICE u32 set() const { return epoch % p.sets; }
+    // Tickets of this call, or of the next one.
+    DEVICE u32* ticket(u32 kind, u32 ahead = 0) const {
+        return (u32*)((u8*)cell32(d, me, d.tickets) + (u64)(((epoch + ahead) & 1) * TICKET_KINDS + kind) * CELL_LINE);
+    }
     // A table of this rank's handle slot.
     template <class T>
     DEVICE const T* handle(u64 offset) const { return (const T*)(p.handle + offset); }

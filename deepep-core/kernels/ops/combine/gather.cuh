@@ -2,14 +2,18 @@
 // of the sum, also those of the next result: the warp waits for memory once, not once a piece.
 //
 // Who writes a piece of the ring: the copy engine, after the lane that starts the load has met all lanes that read the piece before
-// (warp barrier) and executed a proxy fence. Who waits: all lanes, at the batch's barrier. A batch is one to `limit` rows of one piece.
+// (warp barrier) and executed a proxy fence. Who waits: all lanes, at the batch's barrier. A batch is a piece of one to `limit` rows.
+//
+// In the plain layout a batch has all rows of a result, and pieces are as large as fits. In the others a result may have more rows than fit, and
+// the sum of a piece stays in registers from batch to batch.
 #pragma once
 #include "ops/combine/block.cuh"
 #include "ops/combine/sum.cuh"
 
-// Vectors of a lane in a piece of a row, and the bytes of a piece.
+// Vectors of a lane that are summed at the same time.
 constexpr u32 VECTORS = 4;
-static_assert(PIECE_BYTES == VECTORS * 32 * 16, "a warp reads a piece as whole vectors");
+constexpr u32 SUM_BYTES = VECTORS * 32 * 16;
+static_assert(!EXPANDED || PIECE_BYTES == SUM_BYTES, "the sum of a piece stays in registers");
 
 // The rows of one result, in the order in which they are added. If there are several rows of the own rank whose sum is rounded for itself,
 // they come first: it is a term of the result like the rows behind them, with `before` of these in front of it.
@@ -38,13 +42,15 @@ struct Terms {
 //   bool take(Terms&): the next result, or false at the end.
 //   bool ready(bool wait): all rows of that result are there; if `wait`, false only after an abort.
 //   void begin(): that result becomes the current one.
-//   u32 biases(Sum (&)[VECTORS], u32 from): adds biases to a cleared sum; how many.
-//   bool put(u32 from, const Vec16 (&)[VECTORS]): a piece of the current result, from byte `from`.
+//   bool biased(): whether there are biases.
+//   u32 biases(Sum (&)[VECTORS], u32 from, u32 end): adds biases to a cleared sum, bytes `from` to `end` of the row; how many.
+//   bool put(u32 from, u32 end, const Vec16 (&)[VECTORS]): these bytes of the current result.
 //   bool end(): of the current result.
 struct Gather {
     const Block& b;
     u8* pieces;
     u64* bars;
+    u32 size;              // of a piece
     u32 count, limit;      // pieces of the ring, and most rows of a batch
     u32 head, used;        // first free piece; pieces that are loading or loaded
     u32 started, ended;    // batches
@@ -54,14 +60,15 @@ struct Gather {
     bool there;            // its rows from other ranks have arrived
 
     DEVICE Gather(const Block& block, u32 ring)
-        : b(block), pieces(block.stages + block.p.rings + (u64)ring * block.p.pieces * PIECE_BYTES),
-          bars(block.control.bars[block.warp]), count(block.p.pieces), limit(block.p.pieces / 2), head(0), used(0), started(0),
+        : b(block), pieces(block.stages + block.p.rings + (u64)ring * block.p.pieces * block.p.piece_bytes),
+          bars(block.control.bars[block.warp]), size(EXPANDED ? PIECE_BYTES : block.p.piece_bytes), count(block.p.pieces),
+          limit(EXPANDED ? block.p.pieces / 2 : RANKS), head(0), used(0), started(0),
           ended(0), from(0), first(0), ahead(false), more(true), there(false) {
         next.rows = 0;
     }
 
     DEVICE u32 batch(const Terms& t, u32 row) const { return t.rows - row < limit ? t.rows - row : limit; }
-    DEVICE u32 bytes(u32 byte) const { return b.p.row_bytes - byte < PIECE_BYTES ? b.p.row_bytes - byte : PIECE_BYTES; }
+    DEVICE u32 bytes(u32 byte) const { return b.p.row_bytes - byte < size ? b.p.row_bytes - byte : size; }
 
     // Loads as much as there is room for, up to the end of the result behind the current one. False after an abort.
     template <class Walk>
@@ -88,14 +95,14 @@ struct Gather {
                 there = true;
             }
             u64* bar = bars + started % MAX_STAGES;
-            const u32 size = bytes(from), at = (u32)next.at - first;
-            if (b.lane == 0) arch::mbarrier_expect(bar, n * size);
+            const u32 length = bytes(from), at = (u32)next.at - first;
+            if (b.lane == 0) arch::mbarrier_expect(bar, n * length);
             warp::sync();
             if (at < n) {
                 u32 piece = head + at;
                 if (piece >= count) piece -= count;
                 arch::fence_proxy_shared();
-                arch::bulk_load(pieces + piece * PIECE_BYTES, (const void*)(next.address + from), size, bar);
+                arch::bulk_load(pieces + piece * size, (const void*)(next.address + from), length, bar);
             }
             head += n;
             if (head >= count) head -= count;
@@ -104,7 +111,7 @@ struct Gather {
             first += n;
             if (first == next.rows) {
                 first = 0;
-                from += PIECE_BYTES;
+                from += size;
             }
         }
     }
@@ -122,10 +129,74 @@ struct Gather {
                 if (arch::now_ns() - start > b.d.timeout_ns) return;
     }
 
-    // One piece of the current result.
+    DEVICE const Vec16* row(u32 slot) const { return (const Vec16*)(pieces + slot * size) + b.lane; }
+    DEVICE void next_slot(u32& slot) const {
+        if (++slot == count) slot = 0;
+    }
+    DEVICE u32 oldest_slot() const {
+        const u32 slot = head + count - used;
+        return slot >= count ? slot - count : slot;
+    }
+    // All lanes have read the oldest batch, of n rows: its pieces may be overwritten from now on.
+    DEVICE void release(u32 n) {
+        warp::sync();
+        used -= n;
+        ended++;
+    }
+
+    // One piece of the current result, from a batch of all its rows.
+    template <class Walk>
+    DEVICE bool piece_at_once(Walk& walk, const Terms& now, u32 at) {
+        if (now.rows && (!fill(walk) || !wait())) return false;
+        const u32 first_slot = oldest_slot(), end = at + bytes(at);
+        u32 second_slot = first_slot;
+        next_slot(second_slot);
+        const bool pair = now.rows == 2 && !walk.biased();
+#pragma unroll 1
+        for (u32 from = 0; from < end - at; from += SUM_BYTES) {
+            Vec16 result[VECTORS];
+            if (pair) {
+                const Vec16 *a = row(first_slot) + from / 16, *c = row(second_slot) + from / 16;
+#pragma unroll
+                for (u32 j = 0; j < VECTORS; j++) {
+                    const Vec16 v = a[32 * j], w = c[32 * j];
+                    result[j] = {arch::bf16_add(v.x, w.x), arch::bf16_add(v.y, w.y), arch::bf16_add(v.z, w.z), arch::bf16_add(v.w, w.w)};
+                }
+            } else {
+                Sum sum[VECTORS];
+#pragma unroll
+                for (u32 j = 0; j < VECTORS; j++) {
+                    sum[j].clear();
+                    result[j] = {0, 0, 0, 0};
+                }
+                const u32 biases = walk.biases(sum, at + from, end);
+                u32 slot = first_slot;
+#pragma unroll 1
+                for (u32 i = 0; i < now.rows; i++) {
+#pragma unroll
+                    for (u32 j = 0; j < VECTORS; j++) {
+                        result[j] = row(slot)[from / 16 + 32 * j];
+                        sum[j].add(result[j]);
+                    }
+                    next_slot(slot);
+                }
+                // One term and no bias: its bits. No term at all: +0.
+                if (biases != 0 || now.rows > 1) {
+#pragma unroll
+                    for (u32 j = 0; j < VECTORS; j++) result[j] = sum[j].round();
+                }
+            }
+            if (!walk.put(at + from, end, result)) return false;
+        }
+        if (now.rows) release(now.rows);
+        return true;
+    }
+
+    // One piece of the current result, batch by batch.
     template <class Walk>
     DEVICE bool piece(Walk& walk, const Terms& now, u32 at) {
         const bool several = Walk::PARTIAL && now.partial != 0;
+        const u32 end = at + bytes(at);
         Sum sum[VECTORS];
         Vec16 kept[VECTORS];  // the partial sum, or the last row
         u32 biases = 0, n = 0, left = 0, slot = 0;
@@ -134,14 +205,14 @@ struct Gather {
             sum[j].clear();
             kept[j] = {0, 0, 0, 0};
         }
-        if (!several) biases = walk.biases(sum, at);
+        if (!several) biases = walk.biases(sum, at, end);
         const auto end_partial = [&] {
 #pragma unroll
             for (u32 j = 0; j < VECTORS; j++) {
                 kept[j] = sum[j].round();
                 sum[j].clear();
             }
-            biases = walk.biases(sum, at);
+            biases = walk.biases(sum, at, end);
         };
         const auto add_partial = [&] {
 #pragma unroll
@@ -152,27 +223,20 @@ struct Gather {
             if (left == 0) {
                 if (!fill(walk) || !wait()) return false;
                 left = n = batch(now, i);
-                slot = head + count - used;
-                if (slot >= count) slot -= count;
+                slot = oldest_slot();
             }
             if constexpr (Walk::PARTIAL) {
                 if (several && i == now.partial) end_partial();
                 if (several && i == now.partial + now.before) add_partial();
             }
-            const Vec16* row = (const Vec16*)(pieces + slot * PIECE_BYTES) + b.lane;
 #pragma unroll
             for (u32 j = 0; j < VECTORS; j++) {
-                const Vec16 v = row[32 * j];
+                const Vec16 v = row(slot)[32 * j];
                 sum[j].add(v);
                 if (!several) kept[j] = v;
             }
-            if (++slot == count) slot = 0;
-            if (--left == 0) {
-                // All lanes have read what may be overwritten from now on.
-                warp::sync();
-                used -= n;
-                ended++;
-            }
+            next_slot(slot);
+            if (--left == 0) release(n);
         }
         if constexpr (Walk::PARTIAL) {
             if (several && now.rows == now.partial) end_partial();
@@ -183,7 +247,7 @@ struct Gather {
         Vec16 result[VECTORS];
 #pragma unroll
         for (u32 j = 0; j < VECTORS; j++) result[j] = copy ? kept[j] : sum[j].round();
-        return walk.put(at, result);
+        return walk.put(at, end, result);
     }
 
     template <class Walk>
@@ -195,8 +259,12 @@ struct Gather {
             const Terms now = next;
             walk.begin();
 #pragma unroll 1
-            for (u32 at = 0; at < b.p.row_bytes; at += PIECE_BYTES)
-                if (!piece(walk, now, at)) return false;
+            for (u32 at = 0; at < b.p.row_bytes; at += size) {
+                bool ok;
+                if constexpr (EXPANDED) ok = piece(walk, now, at);
+                else ok = piece_at_once(walk, now, at);
+                if (!ok) return false;
+            }
             if (!walk.end()) return false;
         }
     }

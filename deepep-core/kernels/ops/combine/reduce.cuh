@@ -75,7 +75,8 @@ struct Reduction {
         if (now.dest == (i32)b.me)
             weight = ((const float*)b.p.weights)[EXPANDED ? (u64)now.own : (u64)now.own * b.p.lanes + b.lane];
     }
-    DEVICE u32 biases(Sum (&sum)[VECTORS], u32 from) const {
+    DEVICE bool biased() const { return b.p.bias0 != 0; }
+    DEVICE u32 biases(Sum (&sum)[VECTORS], u32 from, u32 end) const {
         u32 n = 0;
 #pragma unroll
         for (u32 i = 0; i < 2; i++) {
@@ -86,17 +87,17 @@ struct Reduction {
 #pragma unroll
             for (u32 j = 0; j < VECTORS; j++) {
                 const u32 at = from + (b.lane + 32 * j) * 16;
-                if (at < b.p.row_bytes) sum[j].add(arch::ld_stream((const Vec16*)(row + at)));
+                if (at < end) sum[j].add(arch::ld_stream((const Vec16*)(row + at)));
             }
         }
         return n;
     }
-    DEVICE bool put(u32 from, const Vec16 (&v)[VECTORS]) const {
+    DEVICE bool put(u32 from, u32 end, const Vec16 (&v)[VECTORS]) const {
         u8* out = (u8*)(b.p.out + (u64)now.t * b.p.row_bytes);
 #pragma unroll
         for (u32 j = 0; j < VECTORS; j++) {
             const u32 at = from + (b.lane + 32 * j) * 16;
-            if (at < b.p.row_bytes) arch::st_stream((Vec16*)(out + at), v[j]);
+            if (at < end) arch::st_stream((Vec16*)(out + at), v[j]);
         }
         return true;
     }

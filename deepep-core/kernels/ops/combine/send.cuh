@@ -3,19 +3,24 @@
 #include "ops/combine/block.cuh"
 
 // Received tokens that one warp sends back. Visits alternate over peers, each in ascending token order, starting with another peer on
-// every rank; 32 are looked up at a time.
+// every rank. Rows that are sent as they are go by ticket, since multiprocessors get very unequal shares of the link. Sums take as long to make as to
+// send, and so long that tickets drawn ahead would be most of them: they are shared out.
 struct Worklist {
     static constexpr u32 PEERS = RANKS > 1 ? RANKS - 1 : 1;
+    static constexpr bool DRAWN = !(EXPANDED && REDUCE_FIRST);
 
     const Block& b;
-    u32 received, base;     // lane s: tokens from rank s, and first token index
-    u32 visit, step, visits;
-    u32 left;               // lanes whose visit is still to be taken
-    i32 index;              // lane: token index, peer, token at the peer, its lanes here
-    u32 peer, token, lanes;
+    u32 received, base;  // lane s: tokens from rank s, and first token index
+    u32 visits, step;
+    u32 visit;           // the next one (DRAWN: lane 0)
+    bool some;           // a token is being looked up:
+    i32 index;           // its token index here, its rank, its entry in the handle
+    u32 peer;
+    u64 source;
 
     DEVICE Worklist(const Block& block, u32 worker, u32 workers)
-        : b(block), received(0), base(0), step(workers), visits(0), left(0), index(-1), peer(0), token(0), lanes(0) {
+        : b(block), received(0), base(0), visits(0), step(workers), visit(worker), some(false), index(-1), peer(0), source(0) {
+        if (DRAWN) advance();
         const i32* psum = b.handle<i32>(b.p.rank_psum);
         if (b.lane < RANKS) {
             base = b.lane ? psum[b.lane - 1] : 0;
@@ -28,30 +33,39 @@ struct Worklist {
             if (s != b.me && n > most) most = n;
         }
         visits = most * PEERS;
-        visit = worker + b.lane * workers;
+        look_up();
+    }
+    DEVICE void advance() {
+        if (!DRAWN) visit += step;
+        else if (b.lane == 0) visit = arch::add_gpu(b.ticket(TICKET_RETURN), 1);
     }
     DEVICE void look_up() {
-        const u32 at = visit / PEERS;
-        peer = (b.me + 1 + visit % PEERS) % RANKS;
-        const u32 n = warp::get(received, peer), first = warp::get(base, peer);
-        index = visit < visits && at < n ? (i32)(first + at) : -1;
-        if (index >= 0) {
-            const u64 source = b.handle<u64>(b.p.source)[index];
-            token = (u32)source - peer * b.p.max_tokens;
-            lanes = (u32)(source >> 32);
+        for (some = false; !some;) {
+            const u32 v = DRAWN ? warp::get(visit, 0) : visit, at = v / PEERS;
+            if (v >= visits) return;
+            advance();
+            peer = (b.me + 1 + v % PEERS) % RANKS;
+            index = (i32)(warp::get(base, peer) + at);
+            some = at < warp::get(received, peer);
         }
-        left = warp::ballot(index >= 0);
-        visit += 32 * step;
+        source = b.handle<u64>(b.p.source)[index];
     }
-    // Lane of the next token, or 32 at the end. Whole warp.
-    DEVICE u32 next() {
-        while (left == 0) {
-            if (warp::get(visit, 0) >= visits) return 32;
-            look_up();
-        }
-        const u32 k = __ffs(left) - 1;
-        left &= left - 1;
-        return k;
+};
+
+// A token that goes back.
+struct Returned {
+    u32 peer, token, lanes;
+    i32 index;
+
+    // Takes the next token of a list, whose entry was loaded while the one before was at work. Whole warp.
+    DEVICE bool take(Worklist& list) {
+        if (!list.some) return false;
+        peer = list.peer;
+        index = list.index;
+        token = (u32)list.source - peer * list.b.p.max_tokens;
+        lanes = (u32)(list.source >> 32);
+        list.look_up();
+        return true;
     }
 };
 
@@ -157,7 +171,9 @@ struct Sender {
         }
         return !full || settle(stored);
     }
-    DEVICE bool send_token(u32 peer, u32 token, u32 lanes, i32 index) {
+    DEVICE bool send_token(const Returned& r) {
+        const u32 peer = r.peer, token = r.token, lanes = r.lanes;
+        const i32 index = r.index;
         if (!EXPANDED) {
             weights.take(peer, token, lanes, (u64)index * b.p.lanes + b.lane);
             return send_row(b.x_row(index), peer, b.cell(b.p.by_lane ? highest(lanes) : rank_slot(b.me, peer), token));
@@ -177,10 +193,7 @@ struct Sender {
         bool ok = wait_started(b);
         if (ok) {
             Worklist list(b, worker, workers);
-            for (u32 k; ok && (k = list.next()) < 32;) {
-                const u32 peer = warp::get(list.peer, k), token = warp::get(list.token, k), lanes = warp::get(list.lanes, k);
-                ok = send_token(peer, token, lanes, warp::get(list.index, k));
-            }
+            for (Returned next; ok && next.take(list);) ok = send_token(next);
         }
         while (ok && tail != head) ok = store_oldest() && settle(code);
         weights.flush();

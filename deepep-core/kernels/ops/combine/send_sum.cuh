@@ -10,8 +10,7 @@
 // is handed in.
 struct SumSender {
     static constexpr bool PARTIAL = false;
-    struct Token {
-        u32 peer, token, lanes;
+    struct Token : Returned {
         i32 row;  // of this lane, −1 for lanes that live elsewhere
     };
 
@@ -33,15 +32,9 @@ struct SumSender {
         look_up();
     }
     DEVICE void look_up() {
-        const u32 k = list.next();
-        some = k < 32;
-        if (!some) return;
-        ahead.peer = warp::get(list.peer, k);
-        ahead.token = warp::get(list.token, k);
-        ahead.lanes = warp::get(list.lanes, k);
-        const u64 index = warp::get(list.index, k);
+        some = ahead.take(list);
         ahead.row = -1;
-        if (ahead.lanes >> b.lane & 1) ahead.row = b.handle<i32>(b.p.lane_row)[index * b.p.lanes + b.lane];
+        if (some && ahead.lanes >> b.lane & 1) ahead.row = b.handle<i32>(b.p.lane_row)[(u64)ahead.index * b.p.lanes + b.lane];
     }
     // All pieces of the token before the current one have completed. Whole warp.
     DEVICE bool publish() {
@@ -65,9 +58,10 @@ struct SumSender {
         slot = 0;
         weights.take(now.peer, now.token, now.lanes, now.row < 0 ? 0 : now.row);
     }
-    DEVICE u32 biases(Sum (&)[VECTORS], u32) const { return 0; }
+    DEVICE bool biased() const { return false; }
+    DEVICE u32 biases(Sum (&)[VECTORS], u32, u32) const { return 0; }
     DEVICE u32 cell() const { return b.cell(b.p.by_lane ? highest(now.lanes) : rank_slot(b.me, now.peer), now.token); }
-    DEVICE bool put(u32 from, const Vec16 (&v)[VECTORS]) {
+    DEVICE bool put(u32 from, u32 end, const Vec16 (&v)[VECTORS]) {
         if (b.lane == slot) arch::bulk_wait_read();
         warp::sync();
         Vec16* to = (Vec16*)(slots + slot * PIECE_BYTES) + b.lane;
@@ -77,8 +71,7 @@ struct SumSender {
         arch::fence_proxy_shared();
         warp::sync();
         if (b.lane == slot) {
-            const u32 left = b.p.row_bytes - from;
-            arch::bulk_store((void*)(b.receive_row(now.peer, cell()) + from), slots + slot * PIECE_BYTES, left < PIECE_BYTES ? left : PIECE_BYTES);
+            arch::bulk_store((void*)(b.receive_row(now.peer, cell()) + from), slots + slot * PIECE_BYTES, end - from);
             arch::bulk_commit();
         }
         if (++slot == count) slot = 0;

@@ -140,7 +140,8 @@ struct Result {
         const i32 e = b.lane < b.p.lanes ? b.handle<i32>(b.p.topk)[(u64)t * b.p.lanes + b.lane] : -1;
         dest = e >= 0 ? e / (i32)b.p.local_experts : -1;
         own = warp::ballot(row >= 0);
-        terms = warp::ballot(dest >= 0 && warp::match((u32)dest) >> b.lane == 1);
+        const u32 group = warp::match((u32)dest);
+        terms = warp::ballot(dest >= 0 && group >> b.lane == 1);
     }
     DEVICE bool inside() const { return g < b.groups(); }
     DEVICE u32 add_biases(GroupSum& sum) const {

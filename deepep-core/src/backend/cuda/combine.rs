@@ -7,23 +7,38 @@ use cuda_vmm::sys::CUstream;
 use super::grid::CombineGrid;
 use super::module::Kernel;
 use super::packets::PacketGrid;
-use super::{Engine, LaunchShape};
+use super::{Engine, LaunchShape, Setting};
 use crate::error::{Error, Result};
 use crate::jit::Program;
-use crate::jit::params::CombineParams;
-use crate::layout::{CombineShape, DispatchShape, Placement};
+use crate::jit::params::{CombineParams, PacketCombineParams};
+use crate::layout::{CombineShape, DispatchShape, Placement, SlotArray};
 
 /// A combine of one shape: its kernel, its grid, and the arguments that don't change.
 pub(crate) struct CombinePlan {
     kernel: Arc<Kernel>,
+    numbers: CombineNumbers,
+}
+
+/// What a combine of one shape needs to be launched, besides its kernel.
+pub(super) struct CombineNumbers {
+    shape: CombineShape,
     form: Form,
     params: CombineParams,
+    handles: SlotArray,
 }
 
 /// How rows travel.
+#[derive(Clone, Copy)]
 enum Form {
     Rows(CombineGrid),
     Packets(PacketGrid),
+}
+
+/// The parameter struct of a kernel.
+#[allow(clippy::large_enum_variant)] // Lives for one launch.
+pub(super) enum CombineArguments {
+    Rows(CombineParams),
+    Packets(PacketCombineParams),
 }
 
 /// What one call brings. Addresses are this device's, rows contiguous and 16-byte aligned; 0 where the call has none.
@@ -43,13 +58,9 @@ pub(crate) struct CombineLaunch {
     pub(crate) handle_slot: usize,
 }
 
-impl Engine {
-    /// Prepares a combine of what dispatches of shape `dispatched` received.
-    pub(crate) fn plan_combine(
-        &self,
-        shape: &CombineShape,
-        dispatched: &DispatchShape,
-    ) -> Result<CombinePlan> {
+impl Setting {
+    /// The numbers of combines of one shape, of what dispatches of shape `dispatched` received.
+    pub(super) fn combine(&self, shape: &CombineShape, dispatched: &DispatchShape) -> Result<CombineNumbers> {
         let receive = self.layout.fits_combine(shape)?;
         let (_, handle) = self.layout.fits_dispatch(dispatched)?;
         if dispatched.placement != shape.placement || dispatched.topk != shape.topk {
@@ -59,19 +70,10 @@ impl Engine {
             );
             return Err(Error::invalid("combine shape", format!("{shape:?}"), need));
         }
-        let (ranks, placement) = (shape.ranks, shape.placement);
-        let sums = shape.sums() || placement == Placement::Plain;
-        let (program, form) = match &self.layout.workspace.packets {
-            Some(packets) if sums => {
-                let grid = PacketGrid::combine(shape, self.limits, packets);
-                (Program::PacketCombine { ranks, placement }, Form::Packets(grid))
-            }
-            _ => {
-                let grid = CombineGrid::new(shape, self.limits, self.combine_roles)?;
-                (Program::Combine { ranks, placement, reduce_first: sums }, Form::Rows(grid))
-            }
+        let form = match &self.layout.workspace.packets {
+            Some(packets) if sums(shape) => Form::Packets(PacketGrid::combine(shape, self.limits, packets)),
+            _ => Form::Rows(CombineGrid::new(shape, self.limits, self.combine_roles)?),
         };
-        let kernel = self.kernels.get(program)?;
         let sets = &self.layout.receive;
         let params = CombineParams {
             domain: self.domain,
@@ -100,13 +102,68 @@ impl Engine {
                 stage_bytes: grid.stage_bytes as u32,
                 reducers: grid.reducers as u32,
                 pieces: grid.pieces as u32,
+                piece_bytes: grid.piece_bytes as u32,
                 rings: grid.rings as u32,
                 control: grid.control as u32,
                 ..params
             },
-            Form::Packets(..) => params,
+            Form::Packets(_) => params,
         };
-        Ok(CombinePlan { kernel, form, params })
+        Ok(CombineNumbers { shape: *shape, form, params, handles: self.layout.handles })
+    }
+}
+
+/// One row travels for each token and rank.
+fn sums(shape: &CombineShape) -> bool {
+    shape.sums() || shape.placement == Placement::Plain
+}
+
+impl CombineNumbers {
+    /// The kernel that runs it.
+    pub(super) fn program(&self) -> Program {
+        let CombineShape { ranks, placement, .. } = self.shape;
+        match self.form {
+            Form::Rows(_) => Program::Combine { ranks, placement, reduce_first: sums(&self.shape) },
+            Form::Packets(_) => Program::PacketCombine { ranks, placement },
+        }
+    }
+
+    /// Grid and arguments of a call.
+    pub(super) fn call(&self, call: &CombineLaunch, early: bool) -> (LaunchShape, CombineArguments) {
+        let domain = &self.params.domain;
+        let own = domain.heap[domain.rank as usize];
+        let params = CombineParams {
+            x: call.x,
+            weights: call.weights,
+            bias0: call.biases[0],
+            bias1: call.biases[1],
+            out: call.out,
+            out_weights: call.out_weights,
+            handle: own + self.handles.at(call.handle_slot) as u64,
+            tokens: call.tokens as u32,
+            ..self.params
+        };
+        match self.form {
+            Form::Rows(grid) => {
+                let (blocks, threads, shared_bytes) = (grid.blocks, grid.threads, grid.shared_bytes);
+                (LaunchShape { blocks, threads, shared_bytes, early: false }, CombineArguments::Rows(params))
+            }
+            Form::Packets(grid) => {
+                (grid.launch(early), CombineArguments::Packets(grid.combine_params(params)))
+            }
+        }
+    }
+}
+
+impl Engine {
+    /// Prepares a combine of what dispatches of shape `dispatched` received.
+    pub(crate) fn plan_combine(
+        &self,
+        shape: &CombineShape,
+        dispatched: &DispatchShape,
+    ) -> Result<CombinePlan> {
+        let numbers = self.setting.combine(shape, dispatched)?;
+        Ok(CombinePlan { kernel: self.kernels.get(numbers.program())?, numbers })
     }
 
     /// Enqueues a combine.
@@ -121,34 +178,16 @@ impl Engine {
         call: &CombineLaunch,
         stream: CUstream,
     ) -> Result<()> {
-        let own = self.domain.heap[self.domain.rank as usize];
-        let params = CombineParams {
-            x: call.x,
-            weights: call.weights,
-            bias0: call.biases[0],
-            bias1: call.biases[1],
-            out: call.out,
-            out_weights: call.out_weights,
-            handle: own + self.layout.handles.at(call.handle_slot) as u64,
-            tokens: call.tokens as u32,
-            ..plan.params
-        };
-        match plan.form {
-            Form::Rows(grid) => {
-                let shape = LaunchShape {
-                    blocks: grid.blocks,
-                    threads: grid.threads,
-                    shared_bytes: grid.shared_bytes,
-                    early: false,
-                };
-                // SAFETY: CombineParams are the kernel's; the caller vouches for addresses, slot and stream, the engine for the heaps.
-                unsafe { self.launch("combine", &plan.kernel, shape, &params, stream) }
-            }
-            Form::Packets(grid) => {
-                let params = grid.combine_params(params);
-                // SAFETY: as above, with PacketCombineParams.
-                unsafe { self.launch("combine", &plan.kernel, grid.launch(self.early), &params, stream) }
-            }
+        let (shape, arguments) = plan.numbers.call(call, self.setting.early);
+        match &arguments {
+            // SAFETY: the params are the kernel's; the caller vouches for addresses, slot and stream, the engine for the heaps.
+            CombineArguments::Rows(params) => unsafe {
+                self.launch("combine", &plan.kernel, shape, params, stream)
+            },
+            // SAFETY: as above.
+            CombineArguments::Packets(params) => unsafe {
+                self.launch("combine", &plan.kernel, shape, params, stream)
+            },
         }
     }
 }

@@ -7,9 +7,9 @@ use cuda_vmm::sys::CUstream;
 use super::grid::{DispatchGrid, scales_in_bulk};
 use super::module::Kernel;
 use super::packets::PacketGrid;
-use super::{Engine, LaunchShape};
+use super::{Engine, LaunchShape, Setting};
 use crate::error::Result;
-use crate::jit::params::DispatchParams;
+use crate::jit::params::{DispatchParams, PacketDispatchParams};
 use crate::jit::{Program, THREADS};
 use crate::layout::DispatchShape;
 #[cfg(test)]
@@ -18,15 +18,28 @@ use crate::layout::OutputLayout;
 /// A dispatch of one shape: its kernel, its grid, and the arguments that don't change.
 pub(crate) struct DispatchPlan {
     kernel: Arc<Kernel>,
+    numbers: DispatchNumbers,
+}
+
+/// What a dispatch of one shape needs to be launched, besides its kernel.
+pub(super) struct DispatchNumbers {
     shape: DispatchShape,
     form: Form,
     params: DispatchParams,
 }
 
 /// How rows travel.
+#[derive(Clone, Copy)]
 enum Form {
     Rows(DispatchGrid),
     Packets(PacketGrid),
+}
+
+/// The parameter struct of a kernel.
+#[allow(clippy::large_enum_variant)] // Lives for one launch.
+pub(super) enum DispatchArguments {
+    Rows(DispatchParams),
+    Packets(PacketDispatchParams),
 }
 
 /// What one call brings. Addresses are this device's; 0 where the call has none.
@@ -58,31 +71,23 @@ pub(crate) struct DispatchLaunch {
 impl DispatchPlan {
     /// Where the parts of an output slot lie.
     pub(crate) fn output(&self) -> OutputLayout {
-        OutputLayout::new(&self.shape)
+        OutputLayout::new(&self.numbers.shape)
     }
 
     /// The shape it was made for.
     pub(crate) fn shape(&self) -> &DispatchShape {
-        &self.shape
+        &self.numbers.shape
     }
 }
 
-impl Engine {
-    /// Prepares a dispatch: compiles and loads its kernel if need be.
-    pub(crate) fn plan_dispatch(&self, shape: &DispatchShape) -> Result<DispatchPlan> {
+impl Setting {
+    /// The numbers of dispatches of one shape.
+    pub(super) fn dispatch(&self, shape: &DispatchShape) -> Result<DispatchNumbers> {
         let (output, handle) = self.layout.fits_dispatch(shape)?;
-        let (ranks, placement, index) = (shape.ranks, shape.placement, shape.index);
-        let (program, form) = match &self.layout.workspace.packets {
-            Some(packets) => {
-                let grid = PacketGrid::dispatch(shape, self.limits, packets)?;
-                (Program::PacketDispatch { ranks, placement, index }, Form::Packets(grid))
-            }
-            None => {
-                let grid = DispatchGrid::new(shape, self.limits)?;
-                (Program::Dispatch { ranks, placement, index }, Form::Rows(grid))
-            }
+        let form = match &self.layout.workspace.packets {
+            Some(packets) => Form::Packets(PacketGrid::dispatch(shape, self.limits, packets)?),
+            None => Form::Rows(DispatchGrid::new(shape, self.limits)?),
         };
-        let kernel = self.kernels.get(program)?;
         let (pack_stride, row_stride) = shape.scale_strides();
         let (outputs, handles) = (&self.layout.outputs, &self.layout.handles);
         let params = DispatchParams {
@@ -135,9 +140,63 @@ impl Engine {
                 warp_counts: grid.warp_counts as u32,
                 ..params
             },
-            Form::Packets(..) => params,
+            Form::Packets(_) => params,
         };
-        Ok(DispatchPlan { kernel, shape: *shape, form, params })
+        Ok(DispatchNumbers { shape: *shape, form, params })
+    }
+}
+
+impl DispatchNumbers {
+    /// The kernel that runs it.
+    pub(super) fn program(&self) -> Program {
+        let DispatchShape { ranks, placement, index, .. } = self.shape;
+        match self.form {
+            Form::Rows(_) => Program::Dispatch { ranks, placement, index },
+            Form::Packets(_) => Program::PacketDispatch { ranks, placement, index },
+        }
+    }
+
+    /// Grid and arguments of a call.
+    pub(super) fn call(&self, call: &DispatchLaunch, early: bool) -> (LaunchShape, DispatchArguments) {
+        let senders = match self.form {
+            Form::Rows(grid) => grid.senders as u32,
+            Form::Packets(_) => 0,
+        };
+        let bulk = scales_in_bulk(&self.shape, call.scale_row_stride, call.scale_pack_stride, call.scales);
+        let params = DispatchParams {
+            x: call.x,
+            scales: call.scales,
+            topk_idx: call.topk_idx,
+            weights: call.weights,
+            stats: call.stats,
+            scale_row_stride: call.scale_row_stride,
+            scale_pack_stride: call.scale_pack_stride,
+            place: call.output_slot as u32 | (call.handle_slot as u32) << 8 | senders << 20,
+            call: call.digest,
+            tokens: call.tokens as u32,
+            scales_in_bulk: u32::from(bulk),
+            zero_padding: u32::from(call.zero_padding),
+            count_tag: call.count_tag,
+            ..self.params
+        };
+        match self.form {
+            Form::Rows(grid) => {
+                let (blocks, shared_bytes) = (grid.blocks, grid.shared_bytes);
+                let shape = LaunchShape { blocks, threads: THREADS, shared_bytes, early: false };
+                (shape, DispatchArguments::Rows(params))
+            }
+            Form::Packets(grid) => {
+                (grid.launch(early), DispatchArguments::Packets(grid.dispatch_params(params)))
+            }
+        }
+    }
+}
+
+impl Engine {
+    /// Prepares a dispatch: compiles and loads its kernel if need be.
+    pub(crate) fn plan_dispatch(&self, shape: &DispatchShape) -> Result<DispatchPlan> {
+        let numbers = self.setting.dispatch(shape)?;
+        Ok(DispatchPlan { kernel: self.kernels.get(numbers.program())?, numbers })
     }
 
     /// Enqueues a dispatch.
@@ -153,43 +212,16 @@ impl Engine {
         call: &DispatchLaunch,
         stream: CUstream,
     ) -> Result<()> {
-        let senders = match plan.form {
-            Form::Rows(grid) => grid.senders as u32,
-            Form::Packets(..) => 0,
-        };
-        let bulk = scales_in_bulk(&plan.shape, call.scale_row_stride, call.scale_pack_stride, call.scales);
-        let params = DispatchParams {
-            x: call.x,
-            scales: call.scales,
-            topk_idx: call.topk_idx,
-            weights: call.weights,
-            stats: call.stats,
-            scale_row_stride: call.scale_row_stride,
-            scale_pack_stride: call.scale_pack_stride,
-            place: call.output_slot as u32 | (call.handle_slot as u32) << 8 | senders << 20,
-            call: call.digest,
-            tokens: call.tokens as u32,
-            scales_in_bulk: u32::from(bulk),
-            zero_padding: u32::from(call.zero_padding),
-            count_tag: call.count_tag,
-            ..plan.params
-        };
-        match plan.form {
-            Form::Rows(grid) => {
-                let shape = LaunchShape {
-                    blocks: grid.blocks,
-                    threads: THREADS,
-                    shared_bytes: grid.shared_bytes,
-                    early: false,
-                };
-                // SAFETY: DispatchParams are the kernel's; the caller vouches for addresses, slots and stream, the engine for the heaps.
-                unsafe { self.launch("dispatch", &plan.kernel, shape, &params, stream) }
-            }
-            Form::Packets(grid) => {
-                let params = grid.dispatch_params(params);
-                // SAFETY: as above, with PacketDispatchParams.
-                unsafe { self.launch("dispatch", &plan.kernel, grid.launch(self.early), &params, stream) }
-            }
+        let (shape, arguments) = plan.numbers.call(call, self.setting.early);
+        match &arguments {
+            // SAFETY: the params are the kernel's; the caller vouches for addresses, slots and stream, the engine for the heaps.
+            DispatchArguments::Rows(params) => unsafe {
+                self.launch("dispatch", &plan.kernel, shape, params, stream)
+            },
+            // SAFETY: as above.
+            DispatchArguments::Packets(params) => unsafe {
+                self.launch("dispatch", &plan.kernel, shape, params, stream)
+            },
         }
     }
 }

@@ -144,12 +144,14 @@ pub(super) struct CombineGrid {
     pub(super) stage_bytes: usize,
     pub(super) reducers: usize,
     pub(super) pieces: usize,
+    pub(super) piece_bytes: usize,
     pub(super) rings: usize,
     pub(super) control: usize,
     pub(super) shared_bytes: usize,
 }
 
-/// Warps of a combine block that send, stages of each, warps that reduce, and pieces in the ring of each warp that sums, at most.
+/// Warps of a combine block that send, stages of each, warps that reduce, and pieces in the ring of each warp that sums, at most (in the plain
+/// layout the ranks settle that number).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CombineRoles {
     pub(crate) row_warps: usize,
@@ -161,17 +163,34 @@ pub(crate) struct CombineRoles {
 impl CombineRoles {
     /// Rows that are sent as they are: the link wants 48 to 64 of 14 KB in flight, and not more. Sums: a warp gathers as fast as it gets
     /// rows, so that a few fill the link, and pieces leave from a ring of their own.
-    fn for_shape(shape: &CombineShape, blocks: usize) -> Self {
+    fn for_shape(shape: &CombineShape, blocks: usize, available: usize) -> Self {
         let (row_warps, stages) = match (shape.sums(), blocks) {
-            (true, _) => (4, 4),
+            (true, _) => (5, 3),
             (false, 56..) => (1, 3),
             (false, 28..) => (1, 2),
-            (false, 18..) => (2, 2),
-            (false, 12..) => (3, 1),
+            (false, 12..) => (2, 2),
             (false, _) => (3, 2),
         };
-        let reducers = if shape.sums() { 7 } else { WARPS - 1 - row_warps };
+        let reducers = match shape.placement {
+            Placement::Plain => Self::plain_reducers(shape, row_warps * stages, available),
+            // With one rank nobody sends.
+            Placement::Expanded if shape.ranks == 1 => WARPS,
+            Placement::Expanded if shape.sums() => 6,
+            Placement::Expanded => WARPS - 1 - row_warps,
+        };
         Self { row_warps, stages, reducers, pieces: CombineGrid::MOST_PIECES }
+    }
+
+    /// Few pieces a row first, then many warps.
+    fn plain_reducers(shape: &CombineShape, stages: usize, available: usize) -> usize {
+        let stages = if shape.ranks == 1 { 0 } else { stages };
+        let left = available.saturating_sub(stages * align_up(shape.row_bytes, STAGE_ALIGNMENT));
+        let pieces = |reducers: usize| {
+            let most = left / (reducers * CombineGrid::plain_pieces(shape.ranks));
+            shape.row_bytes.div_ceil(most.max(1))
+        };
+        let candidates = if shape.ranks == 1 { 8..=WARPS } else { 5..=8 };
+        candidates.min_by_key(|&n| (pieces(n), WARPS - n)).unwrap_or(1)
     }
 }
 
@@ -180,35 +199,58 @@ impl CombineGrid {
     const LEAST_PIECES: usize = 2;
     /// At most: more has no use, and a row's number in a batch is small.
     const MOST_PIECES: usize = 8;
+    /// Pieces are multiples of this, unless a row is smaller.
+    const PIECE_STEP: usize = 512;
+
+    /// Plain layout: pieces of two batches, each with a row from every rank.
+    const fn plain_pieces(ranks: usize) -> usize {
+        2 * ranks
+    }
 
     pub(super) fn new(shape: &CombineShape, limits: Limits, roles: Option<CombineRoles>) -> Result<Self> {
         let blocks = limits.blocks.clamp(1, MAX_BLOCKS);
-        let wanted = roles.unwrap_or_else(|| CombineRoles::for_shape(shape, blocks));
+        let plain = shape.placement == Placement::Plain;
+        let available = limits.shared_bytes.saturating_sub(COMBINE_CONTROL_BYTES);
+        let wanted = roles.unwrap_or_else(|| CombineRoles::for_shape(shape, blocks, available));
         let stage_bytes = if shape.sums() { PIECE_BYTES } else { align_up(shape.row_bytes, STAGE_ALIGNMENT) };
         let threads = if shape.sums() { SUM_THREADS } else { THREADS };
         let warps = threads / 32;
-        let (row_warps, reducers) = match shape.ranks {
-            1 => (0, warps),
+        let (row_warps, mut reducers) = match shape.ranks {
+            1 => (0, wanted.reducers.clamp(1, warps)),
             _ => {
                 let senders = wanted.row_warps.clamp(1, warps - 2);
                 (senders, wanted.reducers.clamp(1, warps - 1 - senders))
             }
         };
-        let available = limits.shared_bytes.saturating_sub(COMBINE_CONTROL_BYTES);
-        let ring_count = |row_warps: usize| reducers + if shape.sums() { row_warps } else { 0 };
-        let ring = PIECE_BYTES * Self::LEAST_PIECES;
-        let stages = available.saturating_sub(ring_count(row_warps) * ring) / stage_bytes;
-        if stages == 0 && row_warps > 0 {
+        let least_ring = match plain {
+            true => Self::PIECE_STEP * Self::plain_pieces(shape.ranks),
+            false => PIECE_BYTES * Self::LEAST_PIECES,
+        };
+        let ring_count = |reducers: usize| reducers + if shape.sums() { row_warps } else { 0 };
+        let stages = |reducers| available.saturating_sub(ring_count(reducers) * least_ring) / stage_bytes;
+        while stages(reducers) == 0 && reducers > 1 {
+            reducers /= 2;
+        }
+        let stages = stages(reducers);
+        if stages == 0 {
             let need = format!("a block has {} bytes of shared memory", limits.shared_bytes);
             return Err(Error::invalid("combine row_bytes", shape.row_bytes, need));
         }
+        let ring_count = ring_count(reducers);
         let row_warps = row_warps.min(stages);
         let depth = stages.checked_div(row_warps).map_or(0, |most| wanted.stages.clamp(1, 8).min(most));
         let rings = row_warps * depth * stage_bytes;
-        let ring_count = ring_count(row_warps);
-        let pieces = (available - rings) / (ring_count * PIECE_BYTES);
-        let pieces = pieces.min(wanted.pieces.clamp(Self::LEAST_PIECES, Self::MOST_PIECES));
-        let control = rings + ring_count * pieces * PIECE_BYTES;
+        let left = (available - rings) / ring_count;
+        let (pieces, piece_bytes) = if plain {
+            let pieces = Self::plain_pieces(shape.ranks);
+            let most = left / pieces / Self::PIECE_STEP * Self::PIECE_STEP;
+            let parts = shape.row_bytes.div_ceil(most);
+            (pieces, align_up(shape.row_bytes.div_ceil(parts), Self::PIECE_STEP))
+        } else {
+            let most = wanted.pieces.clamp(Self::LEAST_PIECES, Self::MOST_PIECES);
+            ((left / PIECE_BYTES).min(most), PIECE_BYTES)
+        };
+        let control = rings + ring_count * pieces * piece_bytes;
         let shared_bytes = control + COMBINE_CONTROL_BYTES;
         Ok(Self {
             blocks,
@@ -218,6 +260,7 @@ impl CombineGrid {
             stage_bytes,
             reducers,
             pieces,
+            piece_bytes,
             rings,
             control,
             shared_bytes,
@@ -241,9 +284,10 @@ mod tests {
         let g = DispatchGrid::new(&bf16, HOPPER).unwrap();
         assert_eq!((g.blocks, g.senders, g.row_warps, g.stages), (132, 28, 5, 3));
         let g = CombineGrid::new(&combine(2, 8, Placement::Plain, true), HOPPER, None).unwrap();
-        assert_eq!((g.blocks, g.row_warps, g.stages, g.reducers, g.pieces), (132, 1, 3, 14, 6));
+        assert_eq!((g.blocks, g.row_warps, g.stages, g.reducers), (132, 1, 3, 6));
+        assert_eq!((g.pieces, g.piece_bytes), (4, 7168));
         let g = CombineGrid::new(&combine(2, 8, Placement::Expanded, true), HOPPER, None).unwrap();
-        assert_eq!((g.row_warps, g.stages, g.reducers, g.pieces), (4, 4, 7, 8));
+        assert_eq!((g.row_warps, g.stages, g.reducers, g.pieces), (5, 3, 6, 8));
         assert!(g.control + COMBINE_CONTROL_BYTES <= HOPPER.shared_bytes);
     }
 
@@ -267,6 +311,7 @@ mod tests {
                                 let announcer = usize::from(ranks > 1);
                                 assert!(32 * (g.row_warps + announcer + g.reducers) <= g.threads, "{g:?}");
                                 assert!(g.reducers >= 1 && g.pieces >= CombineGrid::LEAST_PIECES, "{g:?}");
+                                assert!(g.piece_bytes.is_multiple_of(CombineGrid::PIECE_STEP), "{g:?}");
                                 assert!(ranks == 1 || (g.row_warps >= 1 && (1..=8).contains(&g.stages)));
                             }
                         }

@@ -96,14 +96,19 @@ impl Default for EngineOptions {
 /// One rank's device and everything its kernels need to know.
 pub(crate) struct Engine {
     context: Context,
+    setting: Setting,
+    cooperative: bool,
+    kernels: Kernels,
+    barrier: Arc<Kernel>,
+}
+
+/// What plans depend on besides shapes.
+pub(crate) struct Setting {
     layout: HeapLayout,
     domain: Domain,
     limits: Limits,
-    cooperative: bool,
     early: bool,
     combine_roles: Option<CombineRoles>,
-    kernels: Kernels,
-    barrier: Arc<Kernel>,
 }
 
 impl Engine {
@@ -135,12 +140,14 @@ impl Engine {
         let domain = domain(&layout.workspace, rank, heap, status, options.timeout);
         Ok(Self {
             context,
-            layout,
-            domain,
-            limits,
+            setting: Setting {
+                layout,
+                domain,
+                limits,
+                early: options.early,
+                combine_roles: options.combine_roles,
+            },
             cooperative: options.cooperative,
-            early: options.early,
-            combine_roles: options.combine_roles,
             kernels,
             barrier,
         })
@@ -148,7 +155,7 @@ impl Engine {
 
     /// Every kernel that calls on this layout can need.
     pub(crate) fn programs(&self) -> Vec<Program> {
-        let packets = self.layout.workspace.packets.is_some();
+        let packets = self.setting.layout.workspace.packets.is_some();
         let needed = |program: &Program| match *program {
             Program::Barrier { .. } => true,
             Program::Dispatch { .. } => !packets,
@@ -157,12 +164,12 @@ impl Engine {
             Program::PacketDispatch { .. } | Program::PacketCombine { .. } => packets,
             Program::Collective(_) | Program::Meet { .. } | Program::MultimemBarrier { .. } => false,
         };
-        Program::all(self.layout.ranks).into_iter().filter(needed).collect()
+        Program::all(self.setting.layout.ranks).into_iter().filter(needed).collect()
     }
 
     /// Compiles and loads kernels, so that no later call does. All ranks do so at the same time.
     pub(crate) fn prewarm(&self, programs: &[Program]) -> Result<()> {
-        self.kernels.load_all(programs, self.domain.rank as usize, self.layout.ranks)
+        self.kernels.load_all(programs, self.setting.domain.rank as usize, self.setting.layout.ranks)
     }
 
     /// Enqueues a barrier of all ranks.
@@ -170,7 +177,7 @@ impl Engine {
     /// # Safety
     /// `stream` is a stream of this engine's context. Operations of the buffer are ordered on it.
     pub(crate) unsafe fn barrier(&self, stream: CUstream) -> Result<()> {
-        let params = BarrierParams { domain: self.domain };
+        let params = BarrierParams { domain: self.setting.domain };
         let shape = LaunchShape { blocks: 1, threads: BARRIER_THREADS, shared_bytes: 0, early: false };
         // SAFETY: the parameters are those of the barrier kernel; the caller vouches for the stream, and whoever made the engine for
         // the memory.

@@ -94,6 +94,11 @@ impl Case {
         self.packets && PacketLayout::possible(self.ranks, self.max_tokens, self.experts)
     }
 
+    /// Whether weights go back: sums at the source have none of their own.
+    pub(super) fn weights_go_back(&self) -> bool {
+        self.weights && (self.placement == Placement::Plain || self.reduce_first)
+    }
+
     pub(super) fn dispatch_shape(&self) -> DispatchShape {
         let tokens = DispatchShape::worst_case_tokens(self.ranks, self.max_tokens);
         let local = self.experts / self.ranks;

@@ -14,6 +14,7 @@ mod embedded;
 mod faults;
 mod input;
 mod machine;
+mod on_cpu;
 mod oracle;
 mod times;
 
@@ -107,6 +108,24 @@ struct Round {
     biases: Vec<Vec<Vec<u16>>>,
 }
 
+impl Round {
+    fn new(case: &Case, inputs: Vec<Input>, seed: u64) -> Self {
+        let received = oracle::dispatch(case, &inputs);
+        let row_count = |r: &Received| match case.placement {
+            Placement::Plain => r.tokens.len(),
+            Placement::Expanded => r.rows.len(),
+        };
+        let values = |what: u64, rank: usize, rows: usize| {
+            Random::new(&[seed, what, rank as u64]).bf16(rows * case.hidden, case.wild)
+        };
+        let rows = received.iter().enumerate().map(|(r, all)| values(7, r, row_count(all))).collect();
+        let biases = (0..case.ranks)
+            .map(|r| (0..case.biases).map(|b| values(8 + b as u64, r, inputs[r].tokens)).collect())
+            .collect();
+        Self { inputs, received, rows, biases }
+    }
+}
+
 impl Bench {
     fn new(machine: &Machine, case: &Case) -> Outcome<Self> {
         let config = HeapConfig {
@@ -134,20 +153,7 @@ impl Bench {
     }
 
     fn prepare(&self, inputs: Vec<Input>, seed: u64) -> Round {
-        let case = &self.case;
-        let received = oracle::dispatch(case, &inputs);
-        let row_count = |r: &Received| match case.placement {
-            Placement::Plain => r.tokens.len(),
-            Placement::Expanded => r.rows.len(),
-        };
-        let values = |what: u64, rank: usize, rows: usize| {
-            Random::new(&[seed, what, rank as u64]).bf16(rows * case.hidden, case.wild)
-        };
-        let rows = received.iter().enumerate().map(|(r, all)| values(7, r, row_count(all))).collect();
-        let biases = (0..case.ranks)
-            .map(|r| (0..case.biases).map(|b| values(8 + b as u64, r, inputs[r].tokens)).collect())
-            .collect();
-        Round { inputs, received, rows, biases }
+        Round::new(&self.case, inputs, seed)
     }
 
     fn upload(&self, set: usize, round: &Round) -> Outcome {
@@ -209,7 +215,7 @@ impl Bench {
             Placement::Plain => o.lane_weight,
             Placement::Expanded => o.row_weight,
         };
-        let back = case.weights && (case.placement == Placement::Plain || case.reduce_first);
+        let back = case.weights_go_back();
         let bias = |b: usize| if case.biases > b { t.biases[b].address() } else { 0 };
         let call = CombineLaunch {
             x: t.rows.address(),
@@ -244,7 +250,7 @@ impl Bench {
 
     fn check_combine(&self, set: usize, round: &Round) -> Outcome {
         let case = &self.case;
-        let back = case.weights && (case.placement == Placement::Plain || case.reduce_first);
+        let back = case.weights_go_back();
         for r in 0..case.ranks {
             let t = &self.tensors[set][r];
             let got = t.out.read(0, case.tokens[r] * case.hidden * 2)?;

@@ -1,0 +1,70 @@
+// Accesses that other threads see let others run first. Vectors must be aligned, as on a device.
+#pragma once
+#include "arch/types.cuh"
+
+namespace arch {
+
+template <class T>
+T seen(const T* p) {
+    fiber_yield();
+    if ((u64)p % sizeof(T)) fiber_fail("a misaligned access", (u64)p);
+    return *p;
+}
+template <class T>
+T plain(const T* p) {
+    if ((u64)p % sizeof(T)) fiber_fail("a misaligned access", (u64)p);
+    return *p;
+}
+template <class T>
+void put(T* p, T v) {
+    if ((u64)p % sizeof(T)) fiber_fail("a misaligned access", (u64)p);
+    fiber_yield();
+    *p = v;
+}
+
+inline u32 ld_acquire_sys(const u32* p) { return seen(p); }
+inline u64 ld_acquire_sys(const u64* p) { return seen(p); }
+inline u64 ld_acquire_gpu(const u64* p) { return seen(p); }
+inline u64 ld_relaxed_sys(const u64* p) { return seen(p); }
+inline u64 ld_relaxed_gpu(const u64* p) { return seen(p); }
+inline void st_release_sys(u32* p, u32 v) { put(p, v); }
+inline void st_release_sys(u64* p, u64 v) { put(p, v); }
+inline void st_release_gpu(u64* p, u64 v) { put(p, v); }
+inline void st_relaxed_sys(u32* p, u32 v) { put(p, v); }
+inline void st_relaxed_sys(u64* p, u64 v) { put(p, v); }
+inline void st_relaxed_gpu(u64* p, u64 v) { put(p, v); }
+inline u64 cas_sys(u64* p, u64 expected, u64 desired) {
+    const u64 old = seen(p);
+    if (old == expected) *p = desired;
+    return old;
+}
+inline u32 cas_gpu(u32* p, u32 expected, u32 desired) {
+    const u32 old = seen(p);
+    if (old == expected) *p = desired;
+    return old;
+}
+inline u32 exchange_gpu(u32* p, u32 v) {
+    const u32 old = seen(p);
+    *p = v;
+    return old;
+}
+inline u32 add_gpu(u32* p, u32 v) {
+    const u32 old = seen(p);
+    *p = old + v;
+    return old;
+}
+inline u32 ld_acquire_cta_shared(const u32* p) { return seen(p); }
+inline void st_release_cta_shared(u32* p, u32 v) { put(p, v); }
+inline Vec16 ld_stream(const Vec16* p) { return plain(p); }
+inline u64 ld_stream(const u64* p) { return plain(p); }
+inline u32 ld_stream(const u32* p) { return plain(p); }
+inline Vec16 ld_received(const Vec16* p) { return plain(p); }
+inline u32 ld_received(const u32* p) { return plain(p); }
+inline i32 ld_received(const i32* p) { return plain(p); }
+inline u64 ld_received(const u64* p) { return plain(p); }
+inline void st_stream(Vec16* p, Vec16 v) {
+    plain(p);
+    *p = v;
+}
+
+}  // namespace arch

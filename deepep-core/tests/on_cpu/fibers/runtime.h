@@ -1,0 +1,34 @@
+// Kernels on CPUs, one fiber a thread: what the CPU versions of arch/ and of the language of kernels ask of the runtime.
+//
+// Fibers run one at a time and change places where they wait, where they meet, and at accesses that other ranks see; which goes on is drawn
+// from a seed. Bulk copies happen later than they are started, at times that are drawn, too.
+#pragma once
+#include <cstdint>
+
+struct FiberIndex {
+    unsigned x;
+};
+
+extern "C" {
+extern FiberIndex fiber_thread, fiber_block, fiber_grid, fiber_threads;
+
+// Lets others run.
+void fiber_yield();
+// All threads of a block meet; returns how many of them voted.
+unsigned fiber_meet_block(unsigned vote);
+// All lanes of a warp meet and tell each other a value.
+void fiber_meet_warp(uint64_t value, uint64_t* all);
+uint8_t* fiber_shared();
+uint64_t fiber_now();
+
+void fiber_barrier_init(uint64_t* bar);
+void fiber_barrier_expect(uint64_t* bar, unsigned bytes);
+bool fiber_barrier_try_wait(uint64_t* bar, unsigned parity);
+void fiber_bulk_load(void* to, const void* from, unsigned bytes, uint64_t* bar);
+void fiber_bulk_store(void* to, const void* from, unsigned bytes);
+void fiber_bulk_commit();
+// All groups of this thread but the newest `but` have read their source, or are complete.
+void fiber_bulk_wait(unsigned but, bool only_read);
+
+[[noreturn]] void fiber_fail(const char* what, uint64_t value);
+}

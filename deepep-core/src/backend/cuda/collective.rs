@@ -5,7 +5,7 @@ use cuda_vmm::sys::CUstream;
 
 use super::grid::Limits;
 use super::module::Kernels;
-use super::{EngineOptions, LaunchShape, describe, domain, launch};
+use super::{EngineOptions, LaunchShape, Manner, describe, domain, launch};
 use crate::error::{Error, Result};
 use crate::jit::params::{CollectiveParams, Domain, MultimemBarrierParams};
 use crate::jit::{BARRIER_THREADS, Collective, CollectiveKind, Element, Program, Supply, THREADS, Way};
@@ -25,7 +25,7 @@ pub(crate) struct CollectiveEngine {
     multicast: u64,
     limits: Limits,
     ways: CollectiveLimits,
-    cooperative: bool,
+    manner: Manner,
     kernels: Kernels,
 }
 
@@ -70,9 +70,10 @@ impl CollectiveEngine {
         let (arch, limits) = describe(&context, options.max_blocks)?;
         let kernels = Kernels::new(context.clone(), arch, 0, Supply::new(options.nvrtc, options.cache));
         let domain = domain(&layout.workspace, rank, heap, status, options.timeout);
-        let (multicast, cooperative) = (multicast.unwrap_or(0), options.cooperative);
+        let multicast = multicast.unwrap_or(0);
+        let manner = Manner { cooperative: options.cooperative, early: false };
         let ways = CollectiveLimits::DEFAULT;
-        Ok(Self { context, layout, domain, multicast, limits, ways, cooperative, kernels })
+        Ok(Self { context, layout, domain, multicast, limits, ways, manner, kernels })
     }
 
     /// The same engine, changing its ways at other sizes.
@@ -127,10 +128,10 @@ impl CollectiveEngine {
             chunk: chunk as u32,
             ..self.params(call.input, call.output, call.bytes, call.digest)
         };
-        let shape = LaunchShape { blocks, threads: THREADS, shared_bytes: 0, early: false };
+        let shape = LaunchShape { blocks, threads: THREADS, shared_bytes: 0 };
         // SAFETY: the parameters are those of the collectives' kernels; the caller vouches for stream and tensors, and whoever made the
         // engine for the memory.
-        unsafe { launch(&self.context, self.cooperative, "a collective", &kernel, shape, &params, stream) }
+        unsafe { launch(&self.context, self.manner, "a collective", &kernel, shape, &params, stream) }
     }
 
     /// Enqueues a meeting of all ranks, in which they compare what they call: when it has run, so has what each of them enqueued before.
@@ -140,9 +141,9 @@ impl CollectiveEngine {
     pub(crate) unsafe fn meet(&self, digest: u32, stream: CUstream) -> Result<()> {
         let kernel = self.kernels.get(Program::Meet { ranks: self.layout.config.ranks })?;
         let params = self.params(0, 0, 0, digest);
-        let shape = LaunchShape { blocks: 1, threads: BARRIER_THREADS, shared_bytes: 0, early: false };
+        let shape = LaunchShape { blocks: 1, threads: BARRIER_THREADS, shared_bytes: 0 };
         // SAFETY: as in `run`; the kernel uses none of the tensors.
-        unsafe { launch(&self.context, self.cooperative, "a meeting", &kernel, shape, &params, stream) }
+        unsafe { launch(&self.context, self.manner, "a meeting", &kernel, shape, &params, stream) }
     }
 
     fn params(&self, input: u64, output: u64, bytes: usize, digest: u32) -> CollectiveParams {
@@ -183,9 +184,9 @@ impl CollectiveEngine {
             words: self.layout.words as u64,
             count: self.layout.count as u64,
         };
-        let shape = LaunchShape { blocks: 1, threads: BARRIER_THREADS, shared_bytes: 0, early: false };
+        let shape = LaunchShape { blocks: 1, threads: BARRIER_THREADS, shared_bytes: 0 };
         // SAFETY: as in `run`.
-        unsafe { launch(&self.context, self.cooperative, "a barrier", &kernel, shape, &params, stream) }
+        unsafe { launch(&self.context, self.manner, "a barrier", &kernel, shape, &params, stream) }
     }
 }
 

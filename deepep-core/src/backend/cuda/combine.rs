@@ -129,7 +129,7 @@ impl CombineNumbers {
     }
 
     /// Grid and arguments of a call.
-    pub(super) fn call(&self, call: &CombineLaunch, early: bool) -> (LaunchShape, CombineArguments) {
+    pub(super) fn call(&self, call: &CombineLaunch) -> (LaunchShape, CombineArguments) {
         let domain = &self.params.domain;
         let own = domain.heap[domain.rank as usize];
         let params = CombineParams {
@@ -146,11 +146,9 @@ impl CombineNumbers {
         match self.form {
             Form::Rows(grid) => {
                 let (blocks, threads, shared_bytes) = (grid.blocks, grid.threads, grid.shared_bytes);
-                (LaunchShape { blocks, threads, shared_bytes, early: false }, CombineArguments::Rows(params))
+                (LaunchShape { blocks, threads, shared_bytes }, CombineArguments::Rows(params))
             }
-            Form::Packets(grid) => {
-                (grid.launch(early), CombineArguments::Packets(grid.combine_params(params)))
-            }
+            Form::Packets(grid) => (grid.launch(), CombineArguments::Packets(grid.combine_params(params))),
         }
     }
 }
@@ -178,7 +176,7 @@ impl Engine {
         call: &CombineLaunch,
         stream: CUstream,
     ) -> Result<()> {
-        let (shape, arguments) = plan.numbers.call(call, self.setting.early);
+        let (shape, arguments) = plan.numbers.call(call);
         match &arguments {
             // SAFETY: the params are the kernel's; the caller vouches for addresses, slot and stream, the engine for the heaps.
             CombineArguments::Rows(params) => unsafe {

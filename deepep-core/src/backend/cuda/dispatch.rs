@@ -157,7 +157,7 @@ impl DispatchNumbers {
     }
 
     /// Grid and arguments of a call.
-    pub(super) fn call(&self, call: &DispatchLaunch, early: bool) -> (LaunchShape, DispatchArguments) {
+    pub(super) fn call(&self, call: &DispatchLaunch) -> (LaunchShape, DispatchArguments) {
         let senders = match self.form {
             Form::Rows(grid) => grid.senders as u32,
             Form::Packets(_) => 0,
@@ -182,12 +182,10 @@ impl DispatchNumbers {
         match self.form {
             Form::Rows(grid) => {
                 let (blocks, shared_bytes) = (grid.blocks, grid.shared_bytes);
-                let shape = LaunchShape { blocks, threads: THREADS, shared_bytes, early: false };
+                let shape = LaunchShape { blocks, threads: THREADS, shared_bytes };
                 (shape, DispatchArguments::Rows(params))
             }
-            Form::Packets(grid) => {
-                (grid.launch(early), DispatchArguments::Packets(grid.dispatch_params(params)))
-            }
+            Form::Packets(grid) => (grid.launch(), DispatchArguments::Packets(grid.dispatch_params(params))),
         }
     }
 }
@@ -212,7 +210,7 @@ impl Engine {
         call: &DispatchLaunch,
         stream: CUstream,
     ) -> Result<()> {
-        let (shape, arguments) = plan.numbers.call(call, self.setting.early);
+        let (shape, arguments) = plan.numbers.call(call);
         match &arguments {
             // SAFETY: the params are the kernel's; the caller vouches for addresses, slots and stream, the engine for the heaps.
             DispatchArguments::Rows(params) => unsafe {

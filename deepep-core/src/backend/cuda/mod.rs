@@ -63,7 +63,8 @@ pub(crate) struct EngineOptions {
     /// Launch so that the driver refuses a grid that can't be resident as a whole. Switched off where ranks of one process share a
     /// device and `max_blocks` sees to it.
     pub(crate) cooperative: bool,
-    /// Operations in packets are launched while the kernel before them still runs (programmatic dependent launch).
+    /// Launch kernels while the one before them in the stream still runs (programmatic dependent launch). Only for a rank that has the device for
+    /// itself: the blocks of the next kernel would take the place of another rank's, for which this one waits.
     pub(crate) early: bool,
     /// What the warps of a combine do, if the formula's choice is not wanted.
     pub(crate) combine_roles: Option<CombineRoles>,
@@ -97,7 +98,7 @@ impl Default for EngineOptions {
 pub(crate) struct Engine {
     context: Context,
     setting: Setting,
-    cooperative: bool,
+    manner: Manner,
     kernels: Kernels,
     barrier: Arc<Kernel>,
 }
@@ -107,7 +108,6 @@ pub(crate) struct Setting {
     layout: HeapLayout,
     domain: Domain,
     limits: Limits,
-    early: bool,
     combine_roles: Option<CombineRoles>,
 }
 
@@ -140,14 +140,8 @@ impl Engine {
         let domain = domain(&layout.workspace, rank, heap, status, options.timeout);
         Ok(Self {
             context,
-            setting: Setting {
-                layout,
-                domain,
-                limits,
-                early: options.early,
-                combine_roles: options.combine_roles,
-            },
-            cooperative: options.cooperative,
+            setting: Setting { layout, domain, limits, combine_roles: options.combine_roles },
+            manner: Manner { cooperative: options.cooperative, early: options.early },
             kernels,
             barrier,
         })
@@ -178,7 +172,7 @@ impl Engine {
     /// `stream` is a stream of this engine's context. Operations of the buffer are ordered on it.
     pub(crate) unsafe fn barrier(&self, stream: CUstream) -> Result<()> {
         let params = BarrierParams { domain: self.setting.domain };
-        let shape = LaunchShape { blocks: 1, threads: BARRIER_THREADS, shared_bytes: 0, early: false };
+        let shape = LaunchShape { blocks: 1, threads: BARRIER_THREADS, shared_bytes: 0 };
         // SAFETY: the parameters are those of the barrier kernel; the caller vouches for the stream, and whoever made the engine for
         // the memory.
         unsafe { self.launch("barrier", &self.barrier, shape, &params, stream) }
@@ -195,7 +189,7 @@ impl Engine {
         stream: CUstream,
     ) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { launch(&self.context, self.cooperative, what, kernel, shape, params, stream) }
+        unsafe { launch(&self.context, self.manner, what, kernel, shape, params, stream) }
     }
 }
 
@@ -205,7 +199,7 @@ impl Engine {
 /// `P` is the kernel's parameter struct and what it points to outlives the kernel; `stream` belongs to this context.
 unsafe fn launch<P>(
     context: &Context,
-    cooperative: bool,
+    manner: Manner,
     what: &'static str,
     kernel: &Kernel,
     shape: LaunchShape,
@@ -213,21 +207,16 @@ unsafe fn launch<P>(
     stream: CUstream,
 ) -> Result<()> {
     let _bound = context.bind()?;
-    let mut attribute = if shape.early {
-        // A grid that is launched early is not cooperative: the blocks before it leave one by one. It has no more blocks than there are
-        // multiprocessors, all of which come free without its help.
-        CUlaunchAttribute {
-            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            pad: Default::default(),
-            value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
-        }
-    } else {
-        CUlaunchAttribute {
-            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
-            pad: Default::default(),
-            value: CUlaunchAttributeValue { cooperative: 1 },
-        }
-    };
+    let attribute = |id, value| CUlaunchAttribute { id, pad: Default::default(), value };
+    let cooperative = attribute(
+        CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
+        CUlaunchAttributeValue { cooperative: 1 },
+    );
+    let early = attribute(
+        CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+    );
+    let mut attributes = if manner.cooperative { [cooperative, early] } else { [early, cooperative] };
     let config = CUlaunchConfig {
         gridDimX: shape.blocks as u32,
         gridDimY: 1,
@@ -237,8 +226,8 @@ unsafe fn launch<P>(
         blockDimZ: 1,
         sharedMemBytes: shape.shared_bytes as u32,
         hStream: stream,
-        attrs: &mut attribute,
-        numAttrs: u32::from(cooperative || shape.early),
+        attrs: attributes.as_mut_ptr(),
+        numAttrs: u32::from(manner.cooperative) + u32::from(manner.early),
     };
     let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
     let driver = context.device().cuda().driver();
@@ -278,6 +267,13 @@ struct LaunchShape {
     blocks: usize,
     threads: usize,
     shared_bytes: usize,
+}
+
+/// How kernels are launched.
+#[derive(Clone, Copy, Debug)]
+struct Manner {
+    /// The driver refuses a grid that can't be resident as a whole.
+    cooperative: bool,
     /// The kernel may become resident while the one before still runs; it waits for its end before it does anything.
     early: bool,
 }

@@ -134,8 +134,8 @@ impl PacketGrid {
         PacketCombineParams { call, area: self.area, groups: self.groups as u32, reserved: 0 }
     }
 
-    pub(super) fn launch(&self, early: bool) -> LaunchShape {
-        LaunchShape { blocks: self.blocks, threads: THREADS, shared_bytes: self.shared_bytes, early }
+    pub(super) fn launch(&self) -> LaunchShape {
+        LaunchShape { blocks: self.blocks, threads: THREADS, shared_bytes: self.shared_bytes }
     }
 }
 

@@ -180,8 +180,7 @@ impl Group {
                     Ok(value) => value == "1",
                     Err(_) => sharing == 1,
                 },
-                // Also for ranks that share a device: it has room for the blocks of all of them.
-                early: std::env::var("DEEPEP_TEST_EARLY").is_ok_and(|value| value == "1"),
+                early: sharing == 1 && std::env::var("DEEPEP_TEST_EARLY").is_ok_and(|value| value == "1"),
                 combine_roles,
                 alter,
                 ..EngineOptions::default()

@@ -285,7 +285,7 @@ impl<'a> Ranks<'a> {
             // The runtime's clock counts turns.
             let timeout = std::time::Duration::from_secs(3600);
             let domain = domain(&layout.workspace, r, &bases, statuses[r].address(), timeout);
-            let setting = Setting { layout, domain, limits, early: false, combine_roles: case.roles };
+            let setting = Setting { layout, domain, limits, combine_roles: case.roles };
             Ok((setting.dispatch(&dispatch)?, setting.combine(&combine, &dispatch)?))
         };
         let plans = (0..case.ranks).map(plan).collect::<Outcome<_>>()?;
@@ -311,7 +311,7 @@ impl<'a> Ranks<'a> {
             ..DispatchLaunch::default()
         };
         let numbers = &self.plans[r].0;
-        let (shape, arguments) = numbers.call(&call, false);
+        let (shape, arguments) = numbers.call(&call);
         (numbers.program(), shape, Box::new(Arguments::Dispatch(arguments)))
     }
 
@@ -335,7 +335,7 @@ impl<'a> Ranks<'a> {
             handle_slot: handle,
         };
         let numbers = &self.plans[r].1;
-        let (shape, arguments) = numbers.call(&call, false);
+        let (shape, arguments) = numbers.call(&call);
         (numbers.program(), shape, Box::new(Arguments::Combine(arguments)))
     }
 

@@ -1,7 +1,7 @@
 //! End-to-end times of the operations, for orientation; the real benchmark is the program's.
 //!
 //! `DEEPEP_TEST_TOKENS`, `DEEPEP_TEST_BLOCKS`, `DEEPEP_TEST_RANKS`, `DEEPEP_TEST_COMBINE`, `DEEPEP_TEST_ONLY=combine,pair` choose what is measured;
-//! `DEEPEP_TEST_PACKETS=0` sends small batches as rows, `DEEPEP_TEST_EARLY=1` launches packets early. Ranks may share a device;
+//! `DEEPEP_TEST_PACKETS=0` sends small batches as rows, `DEEPEP_TEST_EARLY=1` launches kernels early, on devices with one rank. Ranks may share a device;
 //! then nothing crosses a link, and the times say what the kernels cost without one.
 
 use cuda_vmm::sys::{CUgraph, CUgraphExec, CUstreamCaptureMode};

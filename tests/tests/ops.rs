@@ -37,15 +37,18 @@ fn job(
     job
 }
 
-/// Runs a job on threads, `rounds` times on the same buffers.
-fn verify(job: &Job, rounds: usize) {
-    let routings = job.routings();
-    on_threads(job.group.ranks, LONG, |bootstrap| {
+/// Runs jobs on threads, each `rounds` times, all on the same buffers. The first is the largest.
+fn verify(jobs: &[Job], rounds: usize) {
+    let routings: Vec<_> = jobs.iter().map(Job::routings).collect();
+    on_threads(jobs[0].group.ranks, LONG, |bootstrap| {
         let rank = bootstrap.rank();
-        let mut buffer = ElasticBuffer::with_config(job.config()).build(bootstrap).unwrap();
-        let part = Rank::new(job, &routings, rank);
-        for round in 0..rounds {
-            part.run(&mut buffer).unwrap_or_else(|e| panic!("round {round} of {job:?}: {e}"));
+        let mut buffer = ElasticBuffer::with_config(jobs[0].config()).build(bootstrap).unwrap();
+        let memory = Rc::new(Memory::default());
+        for (job, routings) in jobs.iter().zip(&routings) {
+            let part = Rank::new(job, routings, rank).with_memory(memory.clone());
+            for round in 0..rounds {
+                part.run(&mut buffer).unwrap_or_else(|e| panic!("round {round} of {job:?}: {e}"));
+            }
         }
         buffer.close().unwrap();
     });
@@ -71,21 +74,27 @@ on_both_sides! {
             (&[5, 5, 5, 5, 5, 5, 5, 5], 64, 32, 64, 64),
         ];
         for &(tokens, hidden, topk, experts, alignment) in table {
-            for pattern in
-                [Pattern::Uniform, Pattern::Hot, Pattern::Masked(0.4), Pattern::Zipf(1.5), Pattern::Local]
+            for (expanded, packets) in
+                [(None, true), (None, false), (Some(alignment), true), (Some(alignment), false)]
             {
-                for (expanded, packets) in
-                    [(None, true), (None, false), (Some(alignment), true), (Some(alignment), false)]
-                {
-                    // Ranks on CPUs know no packets.
-                    if packets && !side.is_gpu() {
-                        continue;
-                    }
+                // Ranks on CPUs know no packets.
+                if packets && !side.is_gpu() {
+                    continue;
+                }
+                let jobs = [
+                    Pattern::Uniform,
+                    Pattern::Hot,
+                    Pattern::Masked(0.4),
+                    Pattern::Zipf(1.5),
+                    Pattern::Local,
+                ]
+                .map(|pattern| {
                     let mut job = job(side, tokens.len(), experts, topk, hidden, pattern, tokens.to_vec());
                     (job.expanded, job.packets) = (expanded, packets);
                     job.zero_padding = expanded.is_some();
-                    verify(&job, 2);
-                }
+                    job
+                });
+                verify(&jobs, 2);
             }
         }
     }
@@ -114,7 +123,7 @@ on_both_sides! {
                     job.expanded = expanded;
                     job.zero_padding = expanded.is_some();
                     (job.packed_scales, job.scale_order) = (packed, order);
-                    verify(&job, 2);
+                    verify(&[job], 2);
                 }
             }
         }
@@ -123,18 +132,23 @@ on_both_sides! {
 
 on_both_sides! {
     every_option, |side| {
-        for bits in 0..128u32 {
-            let on = |bit: u32| bits >> bit & 1 == 1;
-            let mut job = job(side, 4, 16, 4, 64, Pattern::Masked(0.2), vec![11, 0, 7, 16]);
-            job.exact = on(0);
-            job.index = if on(1) { IndexWidth::Bits32 } else { IndexWidth::Bits64 };
-            job.weights = on(2);
-            job.cached = on(3);
-            job.expanded = on(4).then_some(8);
-            job.reduction = if on(5) { Reduction::AtSource } else { Reduction::AtExperts };
-            job.packets = on(6);
-            job.biases = (bits % 3) as usize;
-            verify(&job, 2);
+        for (expanded, reduction, packets) in (0..8).map(|bits| (bits & 1, bits & 2, bits & 4)) {
+            let jobs: Vec<Job> = (0..16_u32)
+                .map(|bits| {
+                    let on = |bit: u32| bits >> bit & 1 == 1;
+                    let mut job = job(side, 4, 16, 4, 64, Pattern::Masked(0.2), vec![11, 0, 7, 16]);
+                    job.exact = on(0);
+                    job.index = if on(1) { IndexWidth::Bits32 } else { IndexWidth::Bits64 };
+                    job.weights = on(2);
+                    job.cached = on(3);
+                    job.expanded = (expanded != 0).then_some(8);
+                    job.reduction = if reduction != 0 { Reduction::AtSource } else { Reduction::AtExperts };
+                    job.packets = packets != 0;
+                    job.biases = (bits % 3) as usize;
+                    job
+                })
+                .collect();
+            verify(&jobs, 2);
         }
     }
 }

@@ -308,7 +308,7 @@ impl Builder {
         handle_slots: usize,
         /// Sets of combine's receive area, 1 or 2.
         receive_sets: usize,
-        /// Whether rows of small batches travel in packets; yes if not set.
+        /// Whether rows of small batches travel in packets; not if not set.
         packets: bool,
         /// Bytes of host memory of each rank in the heap.
         host_bytes: usize,

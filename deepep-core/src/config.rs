@@ -89,8 +89,8 @@ pub struct Config {
     pub handle_slots: usize,
     /// 2: combine starts without a round trip; 1: half the receive memory.
     pub receive_sets: usize,
-    /// Whether rows travel in packets if no rank gives more than 256 tokens to a dispatch: on GPUs small batches take a fraction of the time, for memory
-    /// of their own. Yes if not set.
+    /// Whether rows travel in packets if no rank gives more than 256 tokens to a dispatch: a way for small batches on GPUs without a barrier between the
+    /// ranks, for memory of its own. Not if not set: these kernels have not been run on GPUs as often as the others.
     pub packets: bool,
     /// Bytes of host memory of each rank that are part of the heap; a multiple of 2 MiB, 0 for none.
     pub host_bytes: usize,
@@ -126,7 +126,7 @@ impl Config {
             output_slots: 2,
             handle_slots: 8,
             receive_sets: 2,
-            packets: true,
+            packets: false,
             host_bytes: 0,
             hybrid: false,
             timeout: Duration::from_secs(100),

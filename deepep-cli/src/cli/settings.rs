@@ -119,9 +119,9 @@ pub(super) struct Settings {
     /// Dispatch a second time along the same routes
     #[arg(long)]
     cached: bool,
-    /// Rows of small batches (at most 256 tokens of a rank) travel like those of large ones
+    /// On GPUs: rows of small batches (at most 256 tokens of a rank) travel in packets
     #[arg(long)]
-    no_packets: bool,
+    packets: bool,
     /// Zero the alignment gaps of the expanded layout
     #[arg(long, requires = "expanded")]
     zero_padding: bool,
@@ -220,7 +220,7 @@ impl Settings {
             ReductionChoice::AtSource => Reduction::AtSource,
         };
         job.cached = self.cached;
-        job.packets = !self.no_packets;
+        job.packets = self.packets;
         job.timeout = Duration::try_from_secs_f64(self.timeout)
             .map_err(|e| format!("--timeout {}: {e}", self.timeout))?;
         job.backend = self.backend.kind();

@@ -94,7 +94,7 @@ impl Job {
             weights: true,
             biases: 1,
             reduction: Reduction::AtExperts,
-            packets: true,
+            packets: false,
             cached: false,
             timeout: Duration::from_secs(60),
             backend: BackendKind::Auto,

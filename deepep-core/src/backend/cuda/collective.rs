@@ -82,29 +82,11 @@ impl CollectiveEngine {
         self
     }
 
-    /// Compiles and loads everything that calls on elements of a type can need, so that no later call does.
-    pub(crate) fn prewarm(&self, element: Element) -> Result<()> {
-        use CollectiveKind as Kind;
-        self.kernels.get(Program::Meet { ranks: self.layout.config.ranks })?;
-        if self.multicast != 0 {
-            self.kernels.get(Program::MultimemBarrier { ranks: self.layout.config.ranks })?;
-        }
-        for kind in [Kind::AllGather, Kind::ReduceScatter, Kind::AllReduce] {
-            for way in [Way::Cells, Way::OneShot, Way::TwoShot] {
-                if way != Way::TwoShot || kind == Kind::AllReduce {
-                    self.kernels.get(Program::Collective(self.program(kind, element, way)))?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// The kernel for a way. What is the same for all elements, or with and without multicast, is compiled once.
-    fn program(&self, kind: CollectiveKind, element: Element, way: Way) -> Collective {
-        let element = if kind == CollectiveKind::AllGather { Element::F32 } else { element };
-        let sends_to_all = kind != CollectiveKind::ReduceScatter || way != Way::Cells;
-        let multicast = self.multicast != 0 && sends_to_all;
-        Collective { kind, ranks: self.layout.config.ranks, way, element, multicast }
+    /// Compiles and loads everything that calls can need, so that no later call does. All ranks do so at the same time.
+    pub(crate) fn prewarm(&self) -> Result<()> {
+        let rank = self.domain.rank as usize;
+        let ranks = self.layout.config.ranks;
+        self.kernels.load_all(&programs(ranks, self.multicast != 0), rank, ranks)
     }
 
     /// Enqueues a collective. All ranks make the same calls in the same order.
@@ -122,7 +104,8 @@ impl CollectiveEngine {
             let need = format!("at most {} travel in cells", config.cell_bytes);
             return Err(Error::invalid("bytes of a collective", call.bytes, need));
         }
-        let kernel = self.kernels.get(Program::Collective(self.program(call.kind, call.element, way)))?;
+        let kernel =
+            self.kernels.get(program(call.kind, call.element, way, config.ranks, self.multicast != 0))?;
         let Geometry { blocks, chunk } = Geometry::new(way, call.bytes, self.limits.blocks, config.slice);
         let params = CollectiveParams {
             chunk: chunk as u32,
@@ -190,6 +173,34 @@ impl CollectiveEngine {
     }
 }
 
+/// The kernel for a way. What is the same for all elements, or with and without multicast, is compiled once.
+fn program(kind: CollectiveKind, element: Element, way: Way, ranks: usize, multicast: bool) -> Program {
+    let element = if kind == CollectiveKind::AllGather { Element::F32 } else { element };
+    let sends_to_all = kind != CollectiveKind::ReduceScatter || way != Way::Cells;
+    Program::Collective(Collective { kind, ranks, way, element, multicast: multicast && sends_to_all })
+}
+
+/// Every kernel that calls of `ranks` ranks can need.
+fn programs(ranks: usize, multicast: bool) -> Vec<Program> {
+    use CollectiveKind as Kind;
+    let mut all = vec![Program::Meet { ranks }];
+    if multicast {
+        all.push(Program::MultimemBarrier { ranks });
+    }
+    for kind in [Kind::AllGather, Kind::ReduceScatter, Kind::AllReduce] {
+        for element in Element::ALL {
+            for way in [Way::Cells, Way::OneShot, Way::TwoShot] {
+                let exists = way != Way::TwoShot || kind == Kind::AllReduce;
+                let program = program(kind, element, way, ranks, multicast);
+                if exists && !all.contains(&program) {
+                    all.push(program);
+                }
+            }
+        }
+    }
+    all
+}
+
 /// The way that suits a size. Without multicast, which changes little at the sizes that it is about, a rank stores cells once for every other.
 fn choose(kind: CollectiveKind, config: &CollectiveConfig, ways: CollectiveLimits, bytes: usize) -> Way {
     let CollectiveConfig { ranks, cell_bytes, .. } = *config;
@@ -254,6 +265,18 @@ mod tests {
         let four = CollectiveConfig::new(4);
         assert_eq!(choose(AllReduce, &four, ways, 1 << 20), Way::OneShot);
         assert_eq!(choose(AllReduce, &four, ways, (1 << 20) + 4), Way::TwoShot);
+    }
+
+    #[test]
+    fn every_kernel_that_is_needed_is_one_that_there_is() {
+        for ranks in [2, 8] {
+            let all = Program::all(ranks);
+            for (multicast, count) in [(false, 1 + 2 + 6 + 9), (true, 2 + 2 + 6 + 9)] {
+                let needed = programs(ranks, multicast);
+                assert_eq!(needed.len(), count, "{needed:?}");
+                assert!(needed.iter().all(|program| all.contains(program)), "{needed:?}");
+            }
+        }
     }
 
     #[test]

@@ -163,7 +163,7 @@ impl Group {
         };
         let engine = engine.with_ways(ways);
         // All of them: loading one later could have to wait for a kernel that waits for this rank.
-        Element::ALL.into_iter().try_for_each(|element| engine.prewarm(element))?;
+        engine.prewarm()?;
         Ok(Self { engine, layout, ways, heap })
     }
 }

@@ -71,7 +71,7 @@ impl Group {
                 CollectiveEngine::new(context.clone(), layout, r, &bases, None, status, options)
             }?;
             // While a kernel waits for a peer, the peer must not be compiling its own, nor loading it into the same context.
-            Element::ALL.into_iter().try_for_each(|element| engine.prewarm(element))?;
+            engine.prewarm()?;
             let bound = context.bind()?;
             let mut stream = std::ptr::null_mut();
             // SAFETY: `stream` is valid for one write; flag 1 makes it independent of the default stream. Destroyed in Drop.

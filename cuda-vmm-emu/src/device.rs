@@ -72,7 +72,7 @@ impl Device {
     }
 }
 
-/// CUDA version that introduced an attribute; 0 for one that every driver has with which this crate can be asked.
+/// CUDA version that introduced an attribute; 0 for one that was there before all versions in the table.
 fn attribute_since(attribute: c_uint) -> i32 {
     INTRODUCED.iter().find(|(number, _)| *number == attribute).map_or(0, |&(_, since)| since)
 }

@@ -1,4 +1,4 @@
-//! NCCL windows and device communicators, safely, for every NCCL from 2.28 to 2.32.
+//! NCCL windows and device communicators, safely, for NCCL 2.28 to 2.32 (2.29 from 2.29.5 on: the releases before it are refused).
 //!
 //! What this crate does:
 //! - creates communicators ([`Communicator`]), splits, shrinks and grows them, and never waits for another rank without a limit: a peer

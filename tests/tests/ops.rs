@@ -43,7 +43,7 @@ fn verify(jobs: &[Job], rounds: usize) {
     on_threads(jobs[0].group.ranks, LONG, |bootstrap| {
         let rank = bootstrap.rank();
         let mut buffer = ElasticBuffer::with_config(jobs[0].config()).build(bootstrap).unwrap();
-        let memory = Rc::new(Memory::default());
+        let memory = Arc::new(Memory::default());
         for (job, routings) in jobs.iter().zip(&routings) {
             let part = Rank::new(job, routings, rank).with_memory(memory.clone());
             for round in 0..rounds {

@@ -276,7 +276,7 @@ impl Gate {
 }
 
 on_both_sides!(a_rank_that_does_not_come_is_named_in_time, |side| {
-    let short = Duration::from_millis(500);
+    let short = Duration::from_secs(2);
     for builder in builders(side, short) {
         let (ready, failed) = (Gate::default(), Gate::default());
         on_ranks(3, builder, |collectives| {

@@ -58,3 +58,29 @@ impl StatusBlock {
         ((value >> 32) as u32 == tag).then_some(value as u32)
     }
 }
+
+/// What kernels do, for tests without any.
+#[cfg(test)]
+impl StatusBlock {
+    /// Writes a record as a kernel does: the sequence last.
+    pub(super) fn write_record(&self, kind: RecordKind, record: StatusRecord) {
+        // SAFETY: the record lies inside the block, aligned; readers take it only when the sequence says that it is whole.
+        unsafe {
+            let at = self.memory.host().as_ptr().add(self.layout.record(kind));
+            let sequence = AtomicU32::from_ptr(at.cast());
+            sequence.store(0, Ordering::Release);
+            fence(Ordering::SeqCst);
+            ptr::write_volatile(at.cast::<StatusRecord>(), StatusRecord { sequence: 0, ..record });
+            sequence.store(record.sequence, Ordering::Release);
+        }
+    }
+
+    /// Writes a cell of the exact counts.
+    pub(super) fn write_count(&self, cell: usize, tag: u32, value: u32) {
+        // SAFETY: tests write cells that the layout has.
+        let cell = unsafe {
+            AtomicU64::from_ptr(self.memory.host().as_ptr().add(self.layout.counts).cast::<u64>().add(cell))
+        };
+        cell.store(u64::from(tag) << 32 | u64::from(value), Ordering::Release);
+    }
+}

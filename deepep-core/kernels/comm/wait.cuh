@@ -13,7 +13,8 @@ struct Place {
     u32 operation, phase, epoch, peer, index;
 };
 
-// Writes one record. The sequence word is 0 meanwhile, and is set last.
+// Writes one record. The sequence word is 0 meanwhile, and is set last. It is in the host's memory before this thread goes on: a host that sees counts
+// of the call sees its records.
 DEVICE void write_record(const Domain& d, u32 kind, const StatusRecord& r) {
     StatusRecord* out = (StatusRecord*)(d.status + kind * STATUS_RECORD_BYTES);
     volatile u32* words = (volatile u32*)out;
@@ -24,6 +25,7 @@ DEVICE void write_record(const Domain& d, u32 kind, const StatusRecord& r) {
     for (u32 i = 1; i < sizeof(StatusRecord) / 4; i++) words[i] = from[i];
     arch::fence_sys();
     words[0] = r.sequence;
+    arch::fence_sys();
 }
 
 // Whether some rank gave up.

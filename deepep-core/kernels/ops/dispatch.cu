@@ -65,7 +65,8 @@ DEVICE bool run_sender(const Block& b, Ring& ring) {
         if (carries) ring.drain(b);
         return false;
     }
-    if (threadIdx.x == 0) arch::st_release_gpu(b.chunk_cell(blockIdx.x), pack_cell(b.epoch, b.control.over));
+    // The release waits for tables that are on their way to peers: not in a warp that carries rows, if there is another.
+    if (threadIdx.x == THREADS - 1) arch::st_release_gpu(b.chunk_cell(blockIdx.x), pack_cell(b.epoch, b.control.over));
 
     if (carries) {
         arch::fence_proxy();

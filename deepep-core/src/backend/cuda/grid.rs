@@ -19,6 +19,24 @@ pub(super) struct Limits {
     pub(super) blocks: usize,
     /// Shared memory of a block.
     pub(super) shared_bytes: usize,
+    /// What multiprocessors can put on the device's link, in GB/s.
+    pub(super) link: usize,
+}
+
+impl Limits {
+    /// What stores of one multiprocessor move, in GB/s. Measured on H200: 48 by bulk copies, 45 by plain stores.
+    const STORES: usize = 48;
+
+    /// GB/s that stores put on the link of a device with this major compute capability. Measured on H200 (367 of 450); later links have twice
+    /// the lanes' speed.
+    pub(super) const fn link_of(major: u32) -> usize {
+        if major >= 10 { 734 } else { 367 }
+    }
+
+    /// Multiprocessors whose stores fill the link.
+    const fn fill(self) -> usize {
+        self.link.div_ceil(Self::STORES)
+    }
 }
 
 /// Geometry of a dispatch.
@@ -87,7 +105,7 @@ impl DispatchGrid {
         // The announcer is a warp of its own, and gaps are zeroed by warps without rows.
         let most_warps = if expanded { WARPS - 2 } else { WARPS };
         let row_warps = (stages / depth).min(most_warps);
-        let (blocks, senders) = Self::roles(shape, limits.blocks.clamp(1, MAX_BLOCKS));
+        let (blocks, senders) = Self::roles(shape, limits);
         if senders * MAX_CHUNK < shape.max_tokens {
             let need = format!("{senders} sending blocks take at most {} tokens", senders * MAX_CHUNK);
             return Err(Error::invalid("max_tokens", shape.max_tokens, need));
@@ -115,8 +133,12 @@ impl DispatchGrid {
         })
     }
 
-    /// Blocks, and how many of them send. Sixteen senders fill the link; expanded rows need as many movers as there are.
-    fn roles(shape: &DispatchShape, available: usize) -> (usize, usize) {
+    /// Blocks, and how many of them send.
+    ///
+    /// Plain: twice as many senders as fill the link, since multiprocessors get unequal shares of it, and movers for the own rank's rows, which are one
+    /// of R − 1 parts of what is sent. Expanded: local rows are most of the work, and all multiprocessors write them.
+    fn roles(shape: &DispatchShape, limits: Limits) -> (usize, usize) {
+        let available = limits.blocks.clamp(1, MAX_BLOCKS);
         let few = available.min(MAX_SENDERS);
         if shape.ranks == 1 {
             return match shape.placement {
@@ -124,11 +146,18 @@ impl DispatchGrid {
                 Placement::Expanded => (available, available.div_ceil(4).min(16)),
             };
         }
+        let senders = (2 * limits.fill()).min(MAX_SENDERS);
         match shape.placement {
-            Placement::Plain if available >= 32 => (32, 16),
-            Placement::Plain => (available, available),
-            Placement::Expanded if available >= 96 => (available, 28),
-            Placement::Expanded if available >= 8 => (available, (available / 2).min(24)),
+            Placement::Plain => match senders + senders.div_ceil(shape.ranks - 1) {
+                blocks if blocks <= available => (blocks, senders),
+                _ => (few, few),
+            },
+            Placement::Expanded if available >= 6 * senders => {
+                (available, (senders * 7 / 4).min(MAX_SENDERS))
+            }
+            Placement::Expanded if available >= 8 => {
+                (available, (available / 2).min(senders * 3 / 2).min(MAX_SENDERS))
+            }
             Placement::Expanded => (available, available),
         }
     }
@@ -273,12 +302,18 @@ mod tests {
     use super::*;
     use crate::layout::test_shapes::{combine, dispatch};
 
-    const HOPPER: Limits = Limits { blocks: 132, shared_bytes: 232_448 };
+    const HOPPER: Limits = Limits { blocks: 132, shared_bytes: 232_448, link: 367 };
 
     #[test]
     fn usual_shapes() {
         let g = DispatchGrid::new(&dispatch(2, 4096, Placement::Plain), HOPPER).unwrap();
         assert_eq!((g.blocks, g.senders, g.row_warps, g.stages), (32, 16, 7, 4));
+        // One of eight ranks keeps a seventh of what it sends; a link of twice the speed takes twice the senders.
+        let g = DispatchGrid::new(&dispatch(8, 4096, Placement::Plain), HOPPER).unwrap();
+        assert_eq!((g.blocks, g.senders), (19, 16));
+        let fast = Limits { link: Limits::link_of(10), ..HOPPER };
+        let g = DispatchGrid::new(&dispatch(2, 4096, Placement::Plain), fast).unwrap();
+        assert_eq!((g.blocks, g.senders), (64, 32));
         let mut bf16 = dispatch(2, 4096, Placement::Expanded);
         (bf16.row_bytes, bf16.scale_packs) = (14336, 0);
         let g = DispatchGrid::new(&bf16, HOPPER).unwrap();
@@ -319,7 +354,7 @@ mod tests {
                 }
             }
         }
-        let small = Limits { blocks: 132, shared_bytes: 64 << 10 };
+        let small = Limits { shared_bytes: 64 << 10, ..HOPPER };
         let mut s = combine(2, 8, Placement::Plain, true);
         s.row_bytes = 98304;
         assert!(CombineGrid::new(&s, small, None).unwrap_err().to_string().starts_with("combine row_bytes"));

@@ -258,7 +258,7 @@ fn describe(context: &Context, max_blocks: usize) -> Result<(Arch, Limits)> {
         0 => multiprocessors,
         most => most.min(multiprocessors),
     };
-    Ok((Arch::new(major, minor), Limits { blocks, shared_bytes }))
+    Ok((Arch::new(major, minor), Limits { blocks, shared_bytes, link: Limits::link_of(major) }))
 }
 
 /// Blocks, threads of a block, bytes of dynamic shared memory.

@@ -146,7 +146,7 @@ mod tests {
     use crate::layout::HeapLayout;
     use crate::layout::test_shapes::{combine, dispatch};
 
-    const HOPPER: Limits = Limits { blocks: 132, shared_bytes: 232_448 };
+    const HOPPER: Limits = Limits { blocks: 132, shared_bytes: 232_448, link: 367 };
 
     fn packets(shape: &DispatchShape) -> PacketLayout {
         let config = HeapConfig {

@@ -459,8 +459,8 @@ fn all_cases(test: &str, ranks: usize, placement: Placement, seeds: u64) {
     }
     let kernels =
         Kernels::build(&programs(ranks, placement), &|_, text| text).unwrap_or_else(|e| panic!("{e}"));
-    let limits = Limits { blocks: 2, shared_bytes: 232_448 };
-    let small = Limits { blocks: 2, shared_bytes: 100_000 };
+    let limits = Limits { blocks: 2, shared_bytes: 232_448, link: 48 };
+    let small = Limits { blocks: 2, shared_bytes: 100_000, link: 367 };
     let few = Some(CombineRoles { row_warps: 2, stages: 2, reducers: 2, pieces: 3 });
     let (mut count, mut failures) = (0, Vec::new());
     for (name, mut case) in cases::all(ranks) {
@@ -502,7 +502,7 @@ fn tags_of_packets_wrap_on_cpus() {
     let kernels = Kernels::build(&programs, &|_, text| text).unwrap();
     let mut case = Case { packets: true, ..Case::new(2, 12, placement) };
     case.tokens = vec![12, 7];
-    let limits = Limits { blocks: 2, shared_bytes: 232_448 };
+    let limits = Limits { blocks: 2, shared_bytes: 232_448, link: 48 };
     for epoch in [65_528, 131_064] {
         let mut ranks = Ranks::new(&case, limits, epoch).unwrap();
         for seed in 0..4 {
@@ -526,7 +526,7 @@ fn shared_memory_that_is_used_too_early_is_noticed_on_cpus() {
         ("ops/combine/send_sum.cuh", "if (b.lane == slot) arch::bulk_wait_read();", ""),
         ("ops/combine/send.cuh", "arch::bulk_wait_read();", ""),
     ];
-    let limits = Limits { blocks: 2, shared_bytes: 232_448 };
+    let limits = Limits { blocks: 2, shared_bytes: 232_448, link: 48 };
     for (file, from, to) in mistakes {
         let change = |name: &str, text: String| {
             assert!(name != file || text.matches(from).count() == 1, "{file} has no longer {from:?}");

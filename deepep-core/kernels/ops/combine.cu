@@ -43,7 +43,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __
             announce(b.control.mail, p.row_warps, b.epoch, [&](u32 r) { return b.arrived(r); });
         } else if (b.warp < first_reducer + reducers) {
             const u32 number = b.warp - first_reducer;
-            Gather gather(b, number + (SUMS ? senders : 0));
+            const u32 behind = SUMS ? senders * p.sender_pieces * p.piece_bytes : 0;
+            Gather gather(b, behind + number * p.pieces * p.piece_bytes, p.pieces);
             Reduction reduction(b, number * gridDim.x + blockIdx.x, reducers * gridDim.x);
             if (!gather.run(reduction)) gather.drain();
         }

@@ -165,13 +165,13 @@ device_struct! {
         stage_bytes: u32,
         /// Warps of a block that reduce.
         reducers: u32,
-        /// Pieces in the ring of a warp that sums, and bytes of one (without sums before sending).
+        /// Pieces in the ring of a warp that reduces, and of one that sums what it sends; bytes of a piece.
         pieces: u32,
+        sender_pieces: u32,
         piece_bytes: u32,
         /// Offsets in the block's shared memory, behind the stages: rings, control words.
         rings: u32,
         control: u32,
-        reserved: u32,
     }
 }
 

@@ -59,10 +59,10 @@ struct Gather {
     bool ahead, more;      // it is not the current one; there may be one behind it
     bool there;            // its rows from other ranks have arrived
 
-    DEVICE Gather(const Block& block, u32 ring)
-        : b(block), pieces(block.stages + block.p.rings + (u64)ring * block.p.pieces * block.p.piece_bytes),
-          bars(block.control.bars[block.warp]), size(EXPANDED ? PIECE_BYTES : block.p.piece_bytes), count(block.p.pieces),
-          limit(EXPANDED ? block.p.pieces / 2 : RANKS), head(0), used(0), started(0),
+    // The ring of `count` pieces lies `offset` bytes behind the start of the rings.
+    DEVICE Gather(const Block& block, u32 offset, u32 count)
+        : b(block), pieces(block.stages + block.p.rings + offset), bars(block.control.bars[block.warp]),
+          size(EXPANDED ? PIECE_BYTES : block.p.piece_bytes), count(count), limit(EXPANDED ? count / 2 : RANKS), head(0), used(0), started(0),
           ended(0), from(0), first(0), ahead(false), more(true), there(false) {
         next.rows = 0;
     }

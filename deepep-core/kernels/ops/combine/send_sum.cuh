@@ -97,7 +97,7 @@ struct SumSender {
 };
 
 DEVICE void send_sums(const Block& b, u32 worker, u32 workers) {
-    Gather gather(b, b.warp);
+    Gather gather(b, b.warp * b.p.sender_pieces * PIECE_BYTES, b.p.sender_pieces);
     const bool started = wait_started(b);
     bool ok = started;
     if (started) {

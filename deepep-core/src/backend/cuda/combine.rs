@@ -102,6 +102,7 @@ impl Setting {
                 stage_bytes: grid.stage_bytes as u32,
                 reducers: grid.reducers as u32,
                 pieces: grid.pieces as u32,
+                sender_pieces: grid.sender_pieces as u32,
                 piece_bytes: grid.piece_bytes as u32,
                 rings: grid.rings as u32,
                 control: grid.control as u32,

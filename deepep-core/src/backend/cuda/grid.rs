@@ -173,28 +173,30 @@ pub(super) struct CombineGrid {
     pub(super) stage_bytes: usize,
     pub(super) reducers: usize,
     pub(super) pieces: usize,
+    pub(super) sender_pieces: usize,
     pub(super) piece_bytes: usize,
     pub(super) rings: usize,
     pub(super) control: usize,
     pub(super) shared_bytes: usize,
 }
 
-/// Warps of a combine block that send, stages of each, warps that reduce, and pieces in the ring of each warp that sums, at most (in the plain
-/// layout the ranks settle that number).
+/// Warps of a combine block that send, stages of each, warps that reduce, and pieces in the rings of the latter (in the plain layout the ranks settle
+/// that number) and of senders that sum, at most.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CombineRoles {
     pub(crate) row_warps: usize,
     pub(crate) stages: usize,
     pub(crate) reducers: usize,
     pub(crate) pieces: usize,
+    pub(crate) sender_pieces: usize,
 }
 
 impl CombineRoles {
-    /// Rows that are sent as they are: the link wants 48 to 64 of 14 KB in flight, and not more. Sums: a warp gathers as fast as it gets
-    /// rows, so that a few fill the link, and pieces leave from a ring of their own.
+    /// Rows that are sent as they are: the link wants 48 to 64 of 14 KB in flight, and not more. Sums: what a sender waits for are its rows, so
+    /// it gets the larger part of shared memory; two slots are enough for what it has summed.
     fn for_shape(shape: &CombineShape, blocks: usize, available: usize) -> Self {
         let (row_warps, stages) = match (shape.sums(), blocks) {
-            (true, _) => (5, 3),
+            (true, _) => (5, 2),
             (false, 56..) => (1, 3),
             (false, 28..) => (1, 2),
             (false, 12..) => (2, 2),
@@ -204,10 +206,11 @@ impl CombineRoles {
             Placement::Plain => Self::plain_reducers(shape, row_warps * stages, available),
             // With one rank nobody sends.
             Placement::Expanded if shape.ranks == 1 => WARPS,
-            Placement::Expanded if shape.sums() => 6,
+            Placement::Expanded if shape.sums() => 5,
             Placement::Expanded => WARPS - 1 - row_warps,
         };
-        Self { row_warps, stages, reducers, pieces: CombineGrid::MOST_PIECES }
+        let pieces = if shape.sums() { 7 } else { 8 };
+        Self { row_warps, stages, reducers, pieces, sender_pieces: 12 }
     }
 
     /// Few pieces a row first, then many warps.
@@ -226,8 +229,8 @@ impl CombineRoles {
 impl CombineGrid {
     /// Pieces in the ring of a warp that sums at least: one that is read and one that is loaded.
     const LEAST_PIECES: usize = 2;
-    /// At most: more has no use, and a row's number in a batch is small.
-    const MOST_PIECES: usize = 8;
+    /// At most: what is needed to load 8 rows while 8 are summed.
+    const MOST_PIECES: usize = 16;
     /// Pieces are multiples of this, unless a row is smaller.
     const PIECE_STEP: usize = 512;
 
@@ -255,8 +258,8 @@ impl CombineGrid {
             true => Self::PIECE_STEP * Self::plain_pieces(shape.ranks),
             false => PIECE_BYTES * Self::LEAST_PIECES,
         };
-        let ring_count = |reducers: usize| reducers + if shape.sums() { row_warps } else { 0 };
-        let stages = |reducers| available.saturating_sub(ring_count(reducers) * least_ring) / stage_bytes;
+        let summing = if shape.sums() { row_warps } else { 0 };
+        let stages = |reducers| available.saturating_sub((reducers + summing) * least_ring) / stage_bytes;
         while stages(reducers) == 0 && reducers > 1 {
             reducers /= 2;
         }
@@ -265,21 +268,28 @@ impl CombineGrid {
             let need = format!("a block has {} bytes of shared memory", limits.shared_bytes);
             return Err(Error::invalid("combine row_bytes", shape.row_bytes, need));
         }
-        let ring_count = ring_count(reducers);
         let row_warps = row_warps.min(stages);
+        let summing = summing.min(row_warps);
         let depth = stages.checked_div(row_warps).map_or(0, |most| wanted.stages.clamp(1, 8).min(most));
         let rings = row_warps * depth * stage_bytes;
-        let left = (available - rings) / ring_count;
-        let (pieces, piece_bytes) = if plain {
+        let left = available - rings;
+        let (pieces, sender_pieces, piece_bytes) = if plain {
             let pieces = Self::plain_pieces(shape.ranks);
-            let most = left / pieces / Self::PIECE_STEP * Self::PIECE_STEP;
+            let most = left / reducers / pieces / Self::PIECE_STEP * Self::PIECE_STEP;
             let parts = shape.row_bytes.div_ceil(most);
-            (pieces, align_up(shape.row_bytes.div_ceil(parts), Self::PIECE_STEP))
+            (pieces, 0, align_up(shape.row_bytes.div_ceil(parts), Self::PIECE_STEP))
         } else {
-            let most = wanted.pieces.clamp(Self::LEAST_PIECES, Self::MOST_PIECES);
-            ((left / PIECE_BYTES).min(most), PIECE_BYTES)
+            let clamp = |wanted: usize| wanted.clamp(Self::LEAST_PIECES, Self::MOST_PIECES);
+            let (mut pieces, mut sender_pieces) = (clamp(wanted.pieces), clamp(wanted.sender_pieces));
+            // Least rings fit, as was seen above.
+            while (reducers * pieces + summing * sender_pieces) * PIECE_BYTES > left {
+                let larger =
+                    if summing > 0 && sender_pieces > pieces { &mut sender_pieces } else { &mut pieces };
+                *larger -= 1;
+            }
+            (pieces, sender_pieces, PIECE_BYTES)
         };
-        let control = rings + ring_count * pieces * piece_bytes;
+        let control = rings + (reducers * pieces + summing * sender_pieces) * piece_bytes;
         let shared_bytes = control + COMBINE_CONTROL_BYTES;
         Ok(Self {
             blocks,
@@ -289,6 +299,7 @@ impl CombineGrid {
             stage_bytes,
             reducers,
             pieces,
+            sender_pieces,
             piece_bytes,
             rings,
             control,
@@ -322,7 +333,7 @@ mod tests {
         assert_eq!((g.blocks, g.row_warps, g.stages, g.reducers), (132, 1, 3, 6));
         assert_eq!((g.pieces, g.piece_bytes), (4, 7168));
         let g = CombineGrid::new(&combine(2, 8, Placement::Expanded, true), HOPPER, None).unwrap();
-        assert_eq!((g.row_warps, g.stages, g.reducers, g.pieces), (5, 3, 6, 8));
+        assert_eq!((g.row_warps, g.stages, g.sender_pieces, g.reducers, g.pieces), (5, 2, 12, 5, 7));
         assert!(g.control + COMBINE_CONTROL_BYTES <= HOPPER.shared_bytes);
     }
 
@@ -339,7 +350,8 @@ mod tests {
                             let mut s = combine(ranks, 8, placement, reduce_first);
                             s.row_bytes = row_bytes;
                             let limits = Limits { blocks, ..HOPPER };
-                            let roles = CombineRoles { row_warps, stages, reducers, pieces: 3 * stages };
+                            let (pieces, sender_pieces) = (3 * stages, 20 - stages);
+                            let roles = CombineRoles { row_warps, stages, reducers, pieces, sender_pieces };
                             for roles in [None, Some(roles)] {
                                 let g = CombineGrid::new(&s, limits, roles).unwrap();
                                 assert!(g.shared_bytes <= HOPPER.shared_bytes, "{s:?} {g:?}");

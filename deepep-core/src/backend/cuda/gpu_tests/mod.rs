@@ -42,13 +42,13 @@ fn machine() -> Option<Machine> {
     }
 }
 
-/// `DEEPEP_TEST_COMBINE=4.4.7.8,2.4.9.6`: sender warps, stages, reducers and pieces of a combine block. Without it, the formula's.
+/// `DEEPEP_TEST_COMBINE=4.4.7.8.12,2.4.9.6.8`: sender warps, stages, reducers, their pieces and those of senders. Without it, the formula's.
 fn roles() -> Vec<Option<CombineRoles>> {
     let Ok(text) = std::env::var("DEEPEP_TEST_COMBINE") else { return vec![None] };
     let parse = |one: &str| {
         let numbers: Vec<usize> = one.split('.').filter_map(|n| n.trim().parse().ok()).collect();
-        let &[row_warps, stages, reducers, pieces] = numbers.as_slice() else { return None };
-        Some(CombineRoles { row_warps, stages, reducers, pieces })
+        let &[row_warps, stages, reducers, pieces, sender_pieces] = numbers.as_slice() else { return None };
+        Some(CombineRoles { row_warps, stages, reducers, pieces, sender_pieces })
     };
     text.split(',').map(parse).collect()
 }

@@ -7,8 +7,8 @@ namespace arch {
 // Everything this thread has written or seen, before everything it writes afterwards, for every observer in the system.
 DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// Ordinary accesses before, bulk copies after, for all state spaces.
-DEVICE void fence_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Ordinary accesses before, bulk copies after, for global memory. Unlike the fence for all state spaces it waits for no store that is under way.
+DEVICE void fence_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // The same for shared memory only.
 DEVICE void fence_proxy_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

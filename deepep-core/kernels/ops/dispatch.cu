@@ -69,7 +69,7 @@ DEVICE bool run_sender(const Block& b, Ring& ring) {
     if (threadIdx.x == THREADS - 1) arch::st_release_gpu(b.chunk_cell(blockIdx.x), pack_cell(b.epoch, b.control.over));
 
     if (carries) {
-        arch::fence_proxy();
+        arch::fence_proxy_global();
         sender.run();
     } else {
         const bool announces = EXPANDED && b.warp == b.p.row_warps;

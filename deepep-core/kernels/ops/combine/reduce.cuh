@@ -65,7 +65,7 @@ struct Reduction {
         ok = warp::all(ok);
         warp::sync();
         // The copy engine reads these rows, and not ahead of the flags.
-        if (ok) arch::fence_proxy();
+        if (ok) arch::fence_proxy_global();
         return ok;
     }
     DEVICE void begin() {

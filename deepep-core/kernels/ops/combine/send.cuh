@@ -78,7 +78,7 @@ DEVICE bool wait_started(const Block& b) {
     }
     ok = warp::all(ok);
     warp::sync();
-    arch::fence_proxy();
+    arch::fence_proxy_global();
     return ok;
 }
 

@@ -138,7 +138,7 @@ struct Mover {
         warp::sync();
         if (b.lane == 0) {
             // The flag was acquired by this lane, or by a lane it has met since; the copy engine must not read ahead of it.
-            arch::fence_proxy();
+            arch::fence_proxy_global();
             const u64 output = b.control.output[b.me];
             ring.load(b, (const u8*)(output + b.p.rows + (u64)from * b.p.row_bytes),
                       (const u8*)(output + b.p.out_scales + (u64)from * b.p.scale_packs * 4));

@@ -121,10 +121,12 @@ mod tests {
         let supply = Supply::new(Some(PathBuf::from("/absent/libnvrtc.so")), Cache::disabled());
         let programs = Program::all(2);
         let arch = Arch::new(1, 0);
-        let one = supply.get(programs[0], arch).unwrap_err().to_string();
+        // Where kernels are embedded, the error names the program, too.
+        let expected: Vec<_> =
+            programs.iter().map(|&program| supply.get(program, arch).unwrap_err().to_string()).collect();
         for (party, parties) in [(0, 1), (1, 2), (6, 7)] {
-            let error = supply.get_all(&programs, arch, party, parties).unwrap_err();
-            assert_eq!(error.to_string().lines().next(), one.lines().next());
+            let error = supply.get_all(&programs, arch, party, parties).unwrap_err().to_string();
+            assert!(expected.contains(&error), "{error}");
         }
         assert!(supply.get_all(&[], arch, 0, 1).unwrap().is_empty());
     }
@@ -136,7 +138,7 @@ mod tests {
         let programs: Vec<_> = (1..=4).map(|ranks| Program::Barrier { ranks }).collect();
         let made = match supply.get_all(&programs, arch, 1, 2) {
             Ok(made) => made,
-            Err(error @ JitError::NotFound { .. }) => {
+            Err(error @ (JitError::NotFound { .. } | JitError::NotEmbedded { .. })) => {
                 use std::io::Write as _;
                 // Past the test runner's capture of what passing tests print.
                 writeln!(std::io::stderr(), "skipped: kernels_made_side_by_side_are_the_same: {error}").ok();

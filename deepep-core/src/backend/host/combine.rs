@@ -191,7 +191,7 @@ impl Combine<'_, '_> {
             }
             sum.clear();
             for bias in &biases {
-                sum.add(bias.read(token)?);
+                sum.bias(bias.read(token)?);
             }
             for lane in 0..k {
                 let Some(d) = masks.iter().position(|mask| mask >> lane & 1 == 1) else { continue };

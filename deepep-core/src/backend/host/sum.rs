@@ -5,19 +5,28 @@ use half::bf16;
 /// What NaN results are.
 const NAN: u16 = 0x7fff;
 
-/// Adds up rows in the order they are given: none is +0, one keeps its bits.
+/// Adds up rows in the order they are given: none is +0, one keeps its bits, unless the sum starts from a bias.
 pub(super) struct Sum {
     terms: usize,
+    /// A sum that starts from a bias is rounded, even if nothing is added.
+    rounded: bool,
     total: Vec<f32>,
 }
 
 impl Sum {
     pub(super) fn new(columns: usize) -> Self {
-        Self { terms: 0, total: vec![0.0; columns] }
+        Self { terms: 0, rounded: false, total: vec![0.0; columns] }
     }
 
     pub(super) fn clear(&mut self) {
         self.terms = 0;
+        self.rounded = false;
+    }
+
+    /// Starts, or goes on, from a bias.
+    pub(super) fn bias(&mut self, row: &[u16]) {
+        self.add(row);
+        self.rounded = true;
     }
 
     pub(super) fn add(&mut self, row: &[u16]) {
@@ -43,7 +52,7 @@ impl Sum {
             let bits = match self.terms {
                 0 => 0,
                 // Widening and narrowing keep every bit, NaN payloads included.
-                1 => (total.to_bits() >> 16) as u16,
+                1 if !self.rounded => (total.to_bits() >> 16) as u16,
                 _ => narrow(total),
             };
             // SAFETY: the caller vouches for the memory.
@@ -81,6 +90,12 @@ mod tests {
             assert_eq!(sum(&[copied]), copied);
         }
         assert_eq!(sum(&[0x7f81, 0]), NAN);
+        let mut biased = Sum::new(2);
+        biased.bias(&[0x7f81, 0x8000]);
+        let mut out = [0u16; 2];
+        // SAFETY: room for two columns.
+        unsafe { biased.write(out.as_mut_ptr().cast()) };
+        assert_eq!(out, [NAN, 0x8000]);
         assert_eq!(sum(&[bits(1.0), bits(1.0 / 256.0)]), bits(1.0));
         assert_eq!(sum(&[bits(1.0), bits(1.0 / 256.0), bits(1.0 / 256.0)]), bits(1.0 + 1.0 / 128.0));
         assert_eq!(sum(&[0x8000, 0x8000]), 0x8000);

@@ -1,6 +1,7 @@
 //! What the integration tests share: other processes with roles, deadlines, and GPUs that may not be there.
 
 pub mod backend;
+pub mod good;
 pub mod gpu;
 pub mod kernel;
 pub mod meeting;

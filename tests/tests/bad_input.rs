@@ -1,99 +1,15 @@
 //! Bad input is a clear error, nothing is lost, and the next good call works. On both backends.
 
-use deepep_core::bootstrap::{Bootstrap, ThreadBootstrap};
+use deepep_core::bootstrap::Bootstrap;
 use deepep_core::layout::{Placement, ScaleOrder};
 use deepep_core::tensor::{DType, Space, TensorRef};
-use deepep_core::{BackendKind, CombineArgs, DispatchArgs, Dispatched, ElasticBuffer, Error, Result};
+use deepep_core::{BackendKind, CombineArgs, DispatchArgs, ElasticBuffer, Error, Result};
 use half::bf16;
+use integration_tests::good::{Good, HIDDEN, TOKENS, TOPK, buffer, builder};
 use integration_tests::on_both_sides;
 use integration_tests::ranks::{LONG, on_threads};
 use integration_tests::sides::Side;
-use integration_tests::tensors::{Given, Tensors, read};
-
-const TOKENS: usize = 4;
-const HIDDEN: usize = 64;
-const TOPK: usize = 2;
-const EXPERTS: usize = 4;
-
-fn builder(side: &Side) -> deepep_core::Builder {
-    ElasticBuffer::builder()
-        .max_tokens_per_rank(8)
-        .experts(EXPERTS)
-        .topk(TOPK)
-        .hidden(HIDDEN)
-        .expanded(8)
-        .scale_packs(4)
-        .timeout(side.patience())
-        .backend(side.backend)
-}
-
-fn buffer(side: &Side, bootstrap: ThreadBootstrap) -> ElasticBuffer {
-    builder(side).build(bootstrap).unwrap()
-}
-
-/// Good arguments to spoil.
-struct Good {
-    ones: Given,
-    bytes: Given,
-    ids: Given,
-    halves: Given,
-    scales: Given,
-    tensors: Tensors,
-}
-
-impl Good {
-    fn new(buffer: &ElasticBuffer) -> Self {
-        let tensors = Tensors::default();
-        Self {
-            ones: tensors.of(buffer, &vec![bf16::ONE; 64 * HIDDEN], 64, HIDDEN),
-            bytes: tensors.of(buffer, &vec![1_u8; 64 * HIDDEN], 64, HIDDEN),
-            ids: tensors.of(buffer, &[0_i64, 3].repeat(64), 64, TOPK),
-            halves: tensors.of(buffer, &[0.5_f32; 64 * TOPK], 64, TOPK),
-            scales: tensors.of(buffer, &[1.0_f32; 64 * 4], 64, 4),
-            tensors,
-        }
-    }
-
-    fn x(&self) -> TensorRef<'_> {
-        self.ones.part(DType::Bf16, TOKENS, HIDDEN)
-    }
-
-    fn fp8(&self) -> TensorRef<'_> {
-        self.bytes.part(DType::F8E4M3, TOKENS, HIDDEN)
-    }
-
-    fn idx(&self) -> TensorRef<'_> {
-        self.ids.part(DType::I64, TOKENS, TOPK)
-    }
-
-    fn dispatch(&self, buffer: &mut ElasticBuffer) -> Result<Dispatched> {
-        buffer.dispatch(DispatchArgs::new(self.x(), self.idx()))
-    }
-
-    /// Sums of `dispatched`'s own rows, plus a bias.
-    fn combine(
-        &self,
-        buffer: &mut ElasticBuffer,
-        dispatched: &Dispatched,
-        bias: Option<TensorRef<'_>>,
-    ) -> Vec<bf16> {
-        let mut out = self.tensors.of(buffer, &vec![bf16::ZERO; TOKENS * HIDDEN], TOKENS, HIDDEN);
-        let mut args = CombineArgs::new(dispatched.x(), dispatched.handle(), out.view_mut());
-        if let Some(bias) = bias {
-            args = args.bias(bias);
-        }
-        buffer.combine(args).unwrap().wait(LONG).unwrap();
-        out.read(buffer)
-    }
-
-    /// A whole round, to show that the buffer still works.
-    fn round(&self, buffer: &mut ElasticBuffer) {
-        let dispatched = self.dispatch(buffer).unwrap();
-        assert_eq!(dispatched.rows(), 2 * TOKENS);
-        let out = self.combine(buffer, &dispatched, None);
-        assert!(out.iter().all(|&y| y == bf16::from_f32(2.0)));
-    }
-}
+use integration_tests::tensors::read;
 
 /// A call that must fail on rank 0 while rank 1 waits in a good one; then rank 0 makes the good one, too.
 fn refused(side: &Side, what: &str, bad: impl Fn(&Good, &mut ElasticBuffer) -> Result<()> + Sync) {
@@ -370,33 +286,6 @@ on_both_sides! {
 }
 
 on_both_sides! {
-    results_and_handles_that_are_held, |side| {
-        on_threads(2, LONG, |bootstrap| {
-            let mut buffer = builder(side).output_slots(2).handle_slots(3).build(bootstrap).unwrap();
-            let good = Good::new(&buffer);
-            let one = good.dispatch(&mut buffer).unwrap();
-            let two = good.dispatch(&mut buffer).unwrap();
-            let error = good.dispatch(&mut buffer).unwrap_err();
-            assert!(matches!(error, Error::SlotsHeld { what: "dispatch result", slots: 2 }), "{error}");
-            // What is held stays as it is; a handle alone doesn't hold the rows.
-            let first = one.into_handle();
-            let three = good.dispatch(&mut buffer).unwrap();
-            three.event().wait(LONG).unwrap();
-            assert_eq!(read::<bf16>(&buffer, two.x()), read::<bf16>(&buffer, three.x()));
-            drop((two.into_handle(), three.into_handle()));
-            let second = good.dispatch(&mut buffer).unwrap().into_handle();
-            let third = good.dispatch(&mut buffer).unwrap().into_handle();
-            let error = good.dispatch(&mut buffer).unwrap_err();
-            assert!(matches!(error, Error::SlotsHeld { what: "dispatch handle", slots: 3 }), "{error}");
-            drop(first);
-            good.round(&mut buffer);
-            drop((second, third));
-            buffer.close().unwrap();
-        });
-    }
-}
-
-on_both_sides! {
     capacity, |side| {
         on_threads(2, LONG, |bootstrap| {
             let rank = bootstrap.rank();
@@ -433,66 +322,6 @@ on_both_sides! {
             let error = buffer.dispatch(limited(3)).unwrap_err();
             assert!(error.to_string().starts_with("row capacity: 4 needed on rank 0, capacity is 3"), "{error}");
             assert_eq!(buffer.dispatch(limited(4)).unwrap().rows(), 4);
-            buffer.close().unwrap();
-        });
-    }
-}
-
-on_both_sides! {
-    statistics_add_up, |side| {
-        on_threads(2, LONG, |bootstrap| {
-            let rank = bootstrap.rank();
-            let mut buffer = buffer(side, bootstrap);
-            let good = Good::new(&buffer);
-            let mut counts = good.tensors.of(&buffer, &[100_i32, 200], 2, 1);
-            for _ in 0..3 {
-                let args =
-                    DispatchArgs::new(good.x(), good.idx()).expanded(8).statistics(counts.view_mut());
-                buffer.dispatch(args).unwrap().event().wait(LONG).unwrap();
-            }
-            // Experts 0 and 3 get all eight tokens, three times.
-            let expected = if rank == 0 { [124, 200] } else { [100, 224] };
-            assert_eq!(counts.read::<i32>(&buffer), expected);
-            buffer.close().unwrap();
-        });
-    }
-}
-
-on_both_sides! {
-    results_can_be_copied_out, |side| {
-        on_threads(2, LONG, |bootstrap| {
-            let mut buffer = buffer(side, bootstrap);
-            let good = Good::new(&buffer);
-            let scales: Vec<f32> = (0..TOKENS * 4).map(|i| i as f32).collect();
-            let scales = good.tensors.of(&buffer, &scales, TOKENS, 4);
-            let args = DispatchArgs::new(good.fp8(), good.idx())
-                .scales(scales.view())
-                .scale_order(ScaleOrder::ColumnMajor);
-            let got = buffer.dispatch(args).unwrap();
-            let rows = got.rows();
-            let mut own = good.tensors.of(&buffer, &vec![0_u8; rows * HIDDEN], rows, HIDDEN);
-            got.copy_out(got.x(), own.part_mut(DType::F8E4M3, rows, HIDDEN), None).unwrap();
-            let mut small = good.tensors.of(&buffer, &[0_u8; HIDDEN], 1, HIDDEN);
-            let out = small.part_mut(DType::F8E4M3, 1, HIDDEN);
-            assert!(matches!(got.copy_out(got.x(), out, None), Err(Error::Shape { .. })));
-            let out = small.part_mut(DType::F8E4M3, 1, HIDDEN);
-            assert!(matches!(got.copy_out(good.fp8().first_rows(1), out, None), Err(Error::Tensor { .. })));
-            // Columns with gaps between them on one side, and none on the other.
-            let mut transposed = good.tensors.of(&buffer, &vec![0_f32; rows * 4], 4, rows);
-            let view = transposed.view_mut();
-            // SAFETY: the tensor's memory, seen as its transpose, and waited for below.
-            let out = unsafe {
-                let (address, space, strides) = (view.address(), view.space(), [1, rows as isize]);
-                deepep_core::tensor::TensorMut::from_raw(address, space, DType::F32, [rows, 4], strides)
-            }
-            .unwrap();
-            let copied = got.copy_out(got.scales().unwrap(), out, None).unwrap();
-            drop(got);
-            copied.wait(LONG).unwrap();
-            assert!(own.read::<u8>(&buffer).iter().all(|&x| x == 1));
-            let expected: Vec<f32> =
-                (0..4).flat_map(|pack| (0..rows).map(move |row| (row % TOKENS * 4 + pack) as f32)).collect();
-            assert_eq!(transposed.read::<f32>(&buffer), expected);
             buffer.close().unwrap();
         });
     }

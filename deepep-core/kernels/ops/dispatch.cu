@@ -28,14 +28,10 @@ DEVICE void finish_plain(const Block& b) {
 }
 
 // Whether this warp has rows left to move afterwards.
-DEVICE bool run_sender(const Block& b, Ring& ring) {
-    const TokenLanes lanes(b.lane, b.p.lanes);
-    const Share share(b);
+DEVICE bool run_sender(const Block& b, Ring& ring, const TokenLanes& lanes, const Share& share, Items& items) {
     const bool carries = b.warp < b.p.row_warps;
     Sender sender(b, ring);
 
-    Items items;
-    load_items(b, lanes, share, items);
     if (carries) sender.prefetch();
     if (!b.cached()) {
         for (u32 i = threadIdx.x; i < WARPS * b.counts; i += THREADS) b.warp_counts[i] = 0;
@@ -92,6 +88,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
     arch::launch_dependents();
     arch::wait_for_predecessor();
 
+    // Ids and weights come while the epoch does.
+    const bool sends = blockIdx.x < p.senders;
+    const TokenLanes lanes(b.lane, p.lanes);
+    const Share share(b);
+    Items items;
+    if (sends) load_items(b, lanes, share, items);
     b.epoch = *epoch_counter(b.d, OPERATION_DISPATCH, blockIdx.x) + 1;
     if (threadIdx.x == 0) {
         b.control.failed = broken(b.d, OPERATION_DISPATCH, b.epoch);
@@ -112,8 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
                 *(u32*)((u8*)b.ticket(threadIdx.x) + (b.parity() ? -1 : 1) * (i32)(TICKET_KINDS * CELL_LINE)) = 0;
         }
         Ring ring(b);
-        const bool sends = blockIdx.x < p.senders;
-        const bool moves = sends ? run_sender(b, ring) : b.warp < p.row_warps;
+        const bool moves = sends ? run_sender(b, ring, lanes, share, items) : b.warp < p.row_warps;
         if (moves) {
             Mover mover(b, ring);
             if (!sends) mover.prefetch();

@@ -136,12 +136,12 @@ DEVICE void sum_blocks(const Block& b) {
     }
 }
 
-// First thing in the kernel, by block 0: this rank's slots may be written from now on.
+// First thing in the kernel, by block 0: this rank's slots may be written from now on. The place goes first: its release has nothing to wait for.
 DEVICE void publish_place(const Block& b) {
     if (threadIdx.x >= RANKS) return;
     u64* cells = b.totals(threadIdx.x, b.me);
-    arch::st_relaxed_sys(cells + CELL_CALL, pack_cell(b.epoch, b.p.call));
     arch::st_release_sys(cells + CELL_PLACE, pack_cell(b.epoch, b.p.place));
+    arch::st_relaxed_sys(cells + CELL_CALL, pack_cell(b.epoch, b.p.call));
 }
 
 // By lanes r < R of one warp: waits until rank r's slots may be written, and learns where they are.
@@ -149,13 +149,13 @@ DEVICE void acquire_places(const Block& b) {
     const u32 r = b.lane;
     if (r >= RANKS) return;
     const u64* cells = b.totals(b.me, r);
-    u64 place = 0;
+    u64 place = 0, call = 0;
     bool ok = wait_until(b.d, b.place(PHASE_TOTALS, r, CELL_PLACE), b.epoch, [&](u64& seen) {
+        call = arch::ld_relaxed_sys(cells + CELL_CALL);
         place = arch::ld_acquire_sys(cells + CELL_PLACE);
-        seen = cell_epoch(place);
-        return cell_epoch(place) == b.epoch;
+        seen = cell_epoch(place) != b.epoch ? cell_epoch(place) : cell_epoch(call);
+        return seen == b.epoch;
     });
-    const u64 call = arch::ld_relaxed_sys(cells + CELL_CALL);
     if (ok && (u32)call != b.p.call) {
         give_up(b.d, b.place(PHASE_PARAMETERS, r, CELL_CALL), true, b.p.call, (u32)call, 0);
         ok = false;

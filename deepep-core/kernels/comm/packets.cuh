@@ -57,7 +57,10 @@ struct Packets {
         const u32 r = threadIdx.x % 32;
         bool ok = true;
         if (r < RANKS && r != me) ok = wait_at_least(d, {operation, PHASE_STARTED, epoch, r, 0}, begun(kind, me, r), epoch - 1);
-        return warp::all(ok);
+        ok = warp::all(ok);
+        // Other lanes write, after what this one has acquired.
+        warp::sync();
+        return ok;
     }
 
     DEVICE void send(Vec16* to, u32 groups, u32 g, const Group& group) const {

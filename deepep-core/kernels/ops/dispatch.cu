@@ -64,9 +64,10 @@ DEVICE bool run_sender(const Block& b, Ring& ring, const TokenLanes& lanes, cons
     // The release waits for tables that are on their way to peers: not in a warp that carries rows, if there is another.
     if (threadIdx.x == THREADS - 1) arch::st_release_gpu(b.chunk_cell(blockIdx.x), pack_cell(b.epoch, b.control.over));
 
+    bool sent = true;
     if (carries) {
         arch::fence_proxy_global();
-        sender.run();
+        sent = sender.run();
     } else {
         const bool announces = EXPANDED && b.warp == b.p.row_warps;
         if (announces) announce(b.control.mail, b.p.row_warps, b.epoch, [&](u32 r) { return cell32(b.d, r, b.d.ready); });
@@ -76,8 +77,8 @@ DEVICE bool run_sender(const Block& b, Ring& ring, const TokenLanes& lanes, cons
                       blockIdx.x * idle + b.warp - b.p.row_warps, b.p.senders * idle);
     }
     if (!EXPANDED) {
-        __syncthreads();
-        finish_plain(b);
+        // Nobody is told of rows that were not sent.
+        if (__syncthreads_and(sent)) finish_plain(b);
     }
     return EXPANDED && carries;
 }

@@ -109,7 +109,8 @@ struct Sender {
         return ok;
     }
 
-    DEVICE void run() {
+    // False if not everything was sent.
+    DEVICE bool run() {
         bool more = true, ok = true;
         for (u32 s = 0; s < ring.head; s++) look_up(s);
         if (b.p.drawn) draw();
@@ -161,5 +162,6 @@ struct Sender {
             warp::sync();
             if (b.lane == 0) hand_in_done(b.control.mail);
         }
+        return ok;
     }
 };

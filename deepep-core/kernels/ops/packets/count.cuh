@@ -38,7 +38,8 @@ DEVICE void read_lanes(const Block& b) {
             if (count > 1) p[1] = arch::ld_packet(at + 1);
             seen = head.w;
             if (head.w != b.packets.epoch) return false;
-            if (t >= head.y) return true;
+            // Another call: its lanes may be fewer, and nobody waits for them.
+            if (head.x != b.p.call || t >= head.y) return true;
             seen = p[0].w;
             return p[0].w == b.packets.epoch && (count == 1 || p[1].w == b.packets.epoch);
         });
@@ -46,14 +47,13 @@ DEVICE void read_lanes(const Block& b) {
             b.control.failed = 1;
             return;
         }
-        if (t == 0) {
-            b.control.tokens[s] = head.y;
-            if (head.x != b.p.call) {
-                give_up(b.d, b.place(PHASE_PARAMETERS, s, 0), true, b.p.call, head.x, 0);
-                b.control.failed = 1;
-                return;
-            }
+        // Before anything of it is used: other shapes have their ids elsewhere.
+        if (head.x != b.p.call) {
+            if (t == 0) give_up(b.d, b.place(PHASE_PARAMETERS, s, 0), true, b.p.call, head.x, 0);
+            b.control.failed = 1;
+            return;
         }
+        if (t == 0) b.control.tokens[s] = head.y;
         const u32 unit = b.unit(s, t), at_unit = unit / gridDim.x * lanes;
         const bool placed = unit % gridDim.x == blockIdx.x;
         Marks marks(b, b.number(s, t));
@@ -69,8 +69,9 @@ DEVICE void read_lanes(const Block& b) {
             for (u32 j = 0; j < IDS_OF_PACKET; j++) {
                 const u32 k = n * IDS_OF_PACKET + j, id = j & 1 ? w[j / 2] >> 16 : w[j / 2] & 0xffffu;
                 if (k >= lanes) continue;
-                if (placed) b.ids[at_unit + k] = (u16)id;
-                if (id != 0xffffu) marks.add(id);
+                const bool valid = id < b.p.experts;
+                if (placed) b.ids[at_unit + k] = (u16)(valid ? id : 0xffffu);
+                if (valid) marks.add(id);
             }
         }
         marks.finish();

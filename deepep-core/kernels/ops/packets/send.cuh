@@ -82,6 +82,7 @@ DEVICE void send(const Block& b) {
         if (threadIdx.x == 0) b.control.failed = 1;
         return;
     }
+    if (blockIdx.x == 0) send_head(b);
     const u32 count = (id_words(b.p.lanes) + b.p.lanes + 2) / 3;
     while (lanes && t < b.p.tokens) {
         if (b.lane < count) {

@@ -53,9 +53,7 @@ fn jobs(request: &Request, folder: &Path) -> Vec<Job> {
         }
     }
     // The long ones first, so that the end is not spent waiting for one of them.
-    jobs.sort_by_key(|job| {
-        std::cmp::Reverse(matches!(job.program, Program::Dispatch { .. } | Program::Combine { .. }))
-    });
+    jobs.sort_by_key(|job| matches!(job.program, Program::Collective(_)));
     jobs
 }
 

@@ -1,6 +1,5 @@
 //! One more address for the heap: a multicast address, behind which the device memory of all ranks lies.
 
-use std::mem::ManuallyDrop;
 use std::time::Duration;
 
 use cuda_vmm::multicast::{Options, SocketStar, Team, support};
@@ -13,6 +12,7 @@ use crate::bootstrap::agree::agree_with;
 use crate::bootstrap::sockets::connect_neighbours;
 use crate::domain::Domain;
 use crate::error::{Error, Result};
+use crate::left_behind;
 
 const PHASE: &str = "joining the ranks' memory behind a multicast address";
 
@@ -21,7 +21,9 @@ const PHASE: &str = "joining the ranks' memory behind a multicast address";
 /// Dropped without [`close`](Self::close) it stays until the process ends: the other ranks may still use the address, and this rank's memory
 /// behind it.
 pub(crate) struct Multicast {
-    team: ManuallyDrop<Team>,
+    address: u64,
+    /// Gone once it is closed.
+    team: Option<Team>,
     star: SocketStar,
 }
 
@@ -55,7 +57,7 @@ pub(crate) fn join<B: Bootstrap + ?Sized>(
     Ok(match (first(&told), team) {
         // Nobody has used the address, so that it may go without asking.
         (Some(reason), _) => Err(reason),
-        (None, Ok(team)) => Ok(Multicast { team: ManuallyDrop::new(team), star }),
+        (None, Ok(team)) => Ok(Multicast { address: team.address().get(), team: Some(team), star }),
         (None, Err(error)) => Err(error.to_string()),
     })
 }
@@ -86,19 +88,28 @@ fn first(told: &[Vec<u8>]) -> Option<String> {
 impl Multicast {
     /// The address, as this rank's device sees it.
     pub(crate) fn address(&self) -> u64 {
-        self.team.address().get()
+        self.address
     }
 
     /// Gives the address up with the consent of all ranks, which use it no more.
     pub(crate) fn close(mut self, timeout: Duration) -> Result<()> {
-        // SAFETY: `self` is gone after this, and does not drop its team.
-        let team = unsafe { ManuallyDrop::take(&mut self.team) };
+        let Some(team) = self.team.take() else { return Ok(()) };
         team.close(&mut self.star, timeout).map_err(|rejected| {
-            let error = rejected.error;
-            // As if dropped: the others may still use it.
-            std::mem::forget(rejected.object);
-            Error::from(error)
+            self.team = Some(rejected.object);
+            Error::from(rejected.error)
         })
+    }
+}
+
+impl Drop for Multicast {
+    fn drop(&mut self) {
+        if let Some(team) = self.team.take() {
+            let bytes = team.size();
+            std::mem::forget(team);
+            left_behind::say(format_args!(
+                "a multicast address of {bytes} bytes was not given up by all ranks, and stays until the process ends (close the collectives)"
+            ));
+        }
     }
 }
 
@@ -138,6 +149,21 @@ mod tests {
         })
     }
 
+    /// Rank 1 stores to the address, and both find the values in the heaps of both.
+    fn store_and_look(emulator: &Emulator, bootstrap: &ThreadBootstrap, heap: &Heap, address: u64) {
+        bootstrap.barrier().unwrap();
+        if heap.rank() == 1 {
+            emulator.multimem_store(1, address + 40, &VALUES).unwrap();
+        }
+        bootstrap.barrier().unwrap();
+        for rank in 0..2 {
+            let at = heap.address(rank, 40).unwrap() as *const f32;
+            // SAFETY: inside the heap, which the emulator maps for the CPU, and aligned; nobody writes it now.
+            assert_eq!(unsafe { std::slice::from_raw_parts(at, 3) }, VALUES);
+        }
+        bootstrap.barrier().unwrap();
+    }
+
     #[test]
     fn a_store_to_the_address_reaches_the_heap_of_every_rank() {
         let emulator = Emulator::new(Config::h200x2()).unwrap();
@@ -149,20 +175,29 @@ mod tests {
                 return;
             }
             let multicast = joined.unwrap_or_else(|reason| panic!("{reason}"));
-            bootstrap.barrier().unwrap();
-            if heap.rank() == 1 {
-                emulator.multimem_store(1, multicast.address() + 40, &VALUES).unwrap();
-            }
-            bootstrap.barrier().unwrap();
-            for rank in 0..2 {
-                let at = heap.address(rank, 40).unwrap() as *const f32;
-                // SAFETY: inside the heap, which the emulator maps for the CPU, and aligned; nobody writes it now.
-                assert_eq!(unsafe { std::slice::from_raw_parts(at, 3) }, VALUES);
-            }
-            bootstrap.barrier().unwrap();
+            store_and_look(&emulator, bootstrap, heap, multicast.address());
             multicast.close(SOON).unwrap();
         });
         emulator.assert_empty();
+    }
+
+    #[test]
+    fn an_address_that_is_dropped_stays_for_the_other_ranks() {
+        let emulator = Emulator::new(Config::h200x2()).unwrap();
+        if let Some(variable) = multicast_disabled_by() {
+            use std::io::Write as _;
+            // Past the test runner's capture of what passing tests print.
+            let test = "an_address_that_is_dropped_stays_for_the_other_ranks";
+            writeln!(std::io::stderr(), "skipped: {test}: {variable} switches multicast off").ok();
+            return;
+        }
+        on_ranks(&emulator, true, |bootstrap, domain, heap| {
+            let multicast =
+                join(bootstrap, domain, heap).unwrap().unwrap_or_else(|reason| panic!("{reason}"));
+            let address = multicast.address();
+            drop(multicast);
+            store_and_look(&emulator, bootstrap, heap, address);
+        });
     }
 
     #[test]

@@ -2,9 +2,8 @@
 
 use std::collections::HashMap;
 use std::hash::Hash;
-use std::io::Write as _;
 use std::mem::ManuallyDrop;
-use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use once_cell::sync::OnceCell;
@@ -23,6 +22,7 @@ use crate::backend::{
 use crate::config::{BackendKind, Config};
 use crate::error::{Error, Result};
 use crate::layout::{CombineShape, DispatchShape, HandleLayout, HeapLayout, RecordKind, StatusRecord};
+use crate::left_behind;
 use crate::stream::{Event, StreamRef};
 use crate::symmetric::Heap;
 use crate::tensor::{Extent, Space};
@@ -362,15 +362,10 @@ impl Drop for CudaBackend {
             unsafe { ManuallyDrop::drop(&mut self.parts) };
             return;
         }
-        static SAID: Once = Once::new();
         let (rank, bytes) = (self.parts.heap.rank(), self.parts.heap.bytes());
-        SAID.call_once(|| {
-            // Whoever has closed standard error does not want to know.
-            let _ = writeln!(
-                std::io::stderr(),
-                "deepep-core: the buffer of rank {rank} was dropped while an operation was running; its {bytes} bytes stay until the \
-                 process ends (close it, or wait for the operation first)"
-            );
-        });
+        left_behind::say(format_args!(
+            "the buffer of rank {rank} was dropped while an operation was running; its {bytes} bytes stay until the process ends (close it, or \
+             wait for the operation first)"
+        ));
     }
 }

@@ -15,6 +15,7 @@ use crate::config::BackendKind;
 use crate::error::{Error, Result};
 use crate::jit::{CollectiveKind, Element};
 use crate::layout::{CollectiveLayout, StatusLayout};
+use crate::left_behind;
 use crate::stream::{Event, StreamRef};
 use crate::symmetric::Heap;
 use crate::tensor::{DType, Space};
@@ -224,6 +225,13 @@ impl Drop for CudaCollectives {
         if self.parts.queue.is_idle() {
             // SAFETY: dropped once, here, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.parts) };
+            return;
         }
+        let rank = self.parts.queue.reports().rank();
+        let bytes = self.parts.group.as_ref().map_or(0, |group| group.heap.bytes());
+        left_behind::say(format_args!(
+            "the collectives of rank {rank} were dropped while one was running; their {bytes} bytes stay until the process ends (close them, or \
+             wait for the event first)"
+        ));
     }
 }

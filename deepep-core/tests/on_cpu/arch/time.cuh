@@ -3,6 +3,10 @@
 
 namespace arch {
 
-inline u64 now_ns() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
+// Waits ask for the time every now and then: there are more threads than processors, and others may have to come first.
+inline u64 now_ns() {
+    std::this_thread::yield();
+    return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
 
 }  // namespace arch

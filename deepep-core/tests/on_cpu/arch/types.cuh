@@ -25,7 +25,7 @@ struct alignas(16) Vec16 {
 #define __global__
 #define __noinline__
 #define __grid_constant__
-#define __launch_bounds__(threads, blocks)
+#define __launch_bounds__(...)
 
 struct Index {
     u32 x;
@@ -54,6 +54,8 @@ inline int __syncthreads_and(int vote) { return !__syncthreads_or(!vote); }
 // Blocks of one warp only.
 inline void __syncwarp() { __syncthreads(); }
 inline int __any_sync(u32, int vote) { return __syncthreads_or(vote); }
+
+inline u64 atomicAdd(u64* p, u64 n) { return __atomic_fetch_add(p, n, __ATOMIC_RELAXED); }
 
 inline float __uint_as_float(u32 bits) {
     float value;

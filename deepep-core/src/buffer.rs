@@ -16,7 +16,7 @@ use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::handle::{Dispatched, Handle, SlotKind, Slots};
 use crate::layout::{HeapLayout, IndexWidth, ScaleOrder};
-use crate::ops::{CombineArgs, DispatchArgs};
+use crate::ops::{CombineArgs, DispatchArgs, Site};
 use crate::stream::{Event, EventRef, StreamRef};
 use crate::symmetric::{self, Heap, Registrar, Request};
 use crate::tensor::DType;
@@ -26,6 +26,7 @@ pub(crate) struct Shared {
     pub(crate) id: u64,
     pub(crate) config: Config,
     pub(crate) layout: HeapLayout,
+    pub(crate) site: Site,
     pub(crate) backend: Box<dyn Backend>,
     outputs: Slots,
     handles: Slots,
@@ -388,8 +389,10 @@ fn assemble(
     let heap = Arc::new(heap);
     let started = seat.start(&heap, &layout, &config);
     let backend = agree(&*bootstrap, "starting the backend", started)?;
+    let id = BUFFERS.fetch_add(1, Ordering::Relaxed);
     let shared = Arc::new(Shared {
-        id: BUFFERS.fetch_add(1, Ordering::Relaxed),
+        id,
+        site: Site::new(backend.kind(), &seat.device, Some(id)),
         outputs: Slots::new(config.output_slots),
         handles: Slots::new(config.handle_slots),
         config,

@@ -24,6 +24,7 @@ use cuda_vmm::{Context, Device, Grant, Granularity, Properties, SegmentedRange};
 
 use crate::backend::cuda::{Stream, Uncaptured, call_failed, until};
 use crate::error::{Error, Result};
+use crate::ops::require_device;
 use crate::tensor::{DType, Extent, Space, TensorMut, TensorRef};
 
 /// Sizes are multiples of this, which every device's granularity divides.
@@ -129,7 +130,7 @@ impl DeviceMemory {
         // gets the view); the rest is the caller's promise.
         let view = unsafe { TensorRef::from_raw(address, Space::Device, dtype, shape, strides)? };
         self.require_inside(offset, &view)?;
-        Ok(view)
+        Ok(view.on_device(self.context.device().ordinal()))
     }
 
     /// A part as a matrix to be written, row after row.
@@ -144,7 +145,7 @@ impl DeviceMemory {
         // SAFETY: as in `strided`; rows of a contiguous matrix don't overlap.
         let view = unsafe { TensorMut::from_raw(address, Space::Device, dtype, shape, strides)? };
         self.require_inside(offset, &view)?;
-        Ok(view)
+        Ok(view.on_device(self.context.device().ordinal()))
     }
 
     fn require_inside(&self, offset: usize, view: &Extent) -> Result<()> {
@@ -175,48 +176,92 @@ impl fmt::Debug for DeviceMemory {
 
 /// The bytes of a view's elements, row after row, wherever it lies. What writes the view must have run.
 ///
+/// Only elements are read, nothing that lies between them. Elements that follow each other, in rows or in columns, are read together.
+///
 /// # Errors
-/// [`Vmm`](Error::Vmm) if the driver refuses; [`Shape`](Error::Shape) for negative strides.
+/// [`Vmm`](Error::Vmm) if the driver refuses; [`OtherDevice`](Error::OtherDevice) for memory of another device than this.
 #[doc(alias = "cuMemcpyDtoHAsync")]
 pub fn read(device: &Device, view: TensorRef<'_>) -> Result<Vec<u8>> {
-    let Some((low, high)) = view.byte_span() else { return Ok(Vec::new()) };
-    if low < 0 {
-        let (got, expected) =
-            (format!("strides {:?}", view.strides()), "strides that are not negative".into());
-        return Err(Error::Shape { tensor: "view", got, expected });
+    if view.bytes() == 0 {
+        return Ok(Vec::new());
     }
-    let length = high as usize;
+    require_device("view", &view, Some(device.ordinal()))?;
+    let pieces = Pieces::of(&view);
     let bytes = match view.space() {
-        Space::Device => download(device, view.address(), length)?,
-        // SAFETY: the view promises that the CPU can read every element; from the first to the end of the last is one borrowed slice, or
-        // the buffer's heap.
-        Space::Host => unsafe { std::slice::from_raw_parts(view.address() as *const u8, length) }.to_vec(),
-    };
-    if view.is_contiguous() {
-        return Ok(bytes);
-    }
-    let ([rows, columns], size) = (view.shape(), view.dtype().size());
-    let [down, across] = view.strides().map(|stride| stride as usize * size);
-    let mut gathered = Vec::with_capacity(rows * columns * size);
-    for row in 0..rows {
-        for column in 0..columns {
-            gathered.extend_from_slice(&bytes[row * down + column * across..][..size]);
+        Space::Device => download(device, &view, pieces)?,
+        Space::Host => {
+            let mut bytes = Vec::with_capacity(view.bytes());
+            for address in pieces.addresses(&view) {
+                // SAFETY: the view promises that the CPU can read every element, for as long as the view is borrowed; a piece has nothing but
+                // elements.
+                bytes.extend_from_slice(unsafe {
+                    std::slice::from_raw_parts(address as *const u8, pieces.length)
+                });
+            }
+            bytes
         }
-    }
-    Ok(gathered)
+    };
+    Ok(if pieces.columns { transposed(&bytes, view.shape(), view.dtype().size()) } else { bytes })
 }
 
-fn download(device: &Device, address: u64, length: usize) -> Result<Vec<u8>> {
+/// Elements of a view that follow each other in memory without gaps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Pieces {
+    /// Bytes of a piece.
+    length: usize,
+    /// Number of pieces in each dimension, and the bytes from one to the next.
+    count: [usize; 2],
+    step: [isize; 2],
+    /// The pieces are columns, in order, and not rows or parts of them.
+    columns: bool,
+}
+
+impl Pieces {
+    fn of(view: &Extent) -> Self {
+        let ([rows, columns], size) = (view.shape(), view.dtype().size());
+        let step = view.strides().map(|stride| stride * size as isize);
+        let whole =
+            |length: usize, count: [usize; 2]| Self { length: length * size, count, step, columns: false };
+        if view.is_contiguous() {
+            whole(rows * columns, [1, 1])
+        } else if columns == 1 || view.strides()[1] == 1 {
+            whole(columns, [rows, 1])
+        } else if rows > 1 && view.strides()[0] == 1 {
+            Self { columns: true, ..whole(rows, [1, columns]) }
+        } else {
+            whole(1, [rows, columns])
+        }
+    }
+
+    fn addresses(self, view: &Extent) -> impl Iterator<Item = u64> {
+        let (start, [down, across]) = (view.address(), self.step);
+        (0..self.count[0] as isize).flat_map(move |row| {
+            (0..self.count[1] as isize)
+                .map(move |column| start.wrapping_add_signed((row * down + column * across) as i64))
+        })
+    }
+}
+
+/// Rows of a matrix that came column by column.
+fn transposed(bytes: &[u8], [rows, columns]: [usize; 2], size: usize) -> Vec<u8> {
+    let places = (0..rows).flat_map(|row| (0..columns).map(move |column| (column * rows + row) * size));
+    places.flat_map(|place| &bytes[place..place + size]).copied().collect()
+}
+
+fn download(device: &Device, view: &Extent, pieces: Pieces) -> Result<Vec<u8>> {
+    let length = view.bytes();
     let context = device.primary_context()?;
     let stream = Stream::new(&context)?;
     let _bound = context.bind()?;
     let driver = device.cuda().driver();
     let failed = |source: CallError| call_failed(format!("reading {length} bytes of device memory"), source);
     let mut bytes = vec![0_u8; length];
-    // SAFETY: the view that the caller has promises that the device's memory is there; `bytes` has that length, and is kept until the copy
-    // has run, or for good.
-    unsafe { driver.cuMemcpyDtoHAsync(bytes.as_mut_ptr().cast(), address, length, stream.raw()) }
-        .map_err(failed)?;
+    let enqueued =
+        pieces.addresses(view).zip(bytes.chunks_exact_mut(pieces.length)).try_for_each(|(from, to)| {
+            // SAFETY: the view that the caller has promises that its elements' memory is there, and a piece has nothing but elements; `to` has
+            // that length, and is kept until the copies have run, or for good.
+            unsafe { driver.cuMemcpyDtoHAsync(to.as_mut_ptr().cast(), from, to.len(), stream.raw()) }
+        });
     let copied = until(PATIENCE, || {
         let _uncaptured = Uncaptured::new(driver);
         // SAFETY: the stream is alive.
@@ -227,10 +272,11 @@ fn download(device: &Device, address: u64, length: usize) -> Result<Vec<u8>> {
         }
     });
     if let Ok(Some(())) = copied {
-        return Ok(bytes);
+        return enqueued.map(|()| bytes).map_err(failed);
     }
-    // The copy may still be running.
+    // Copies may still be running.
     std::mem::forget(bytes);
+    enqueued.map_err(failed)?;
     copied?;
     let need = format!("must be there within {PATIENCE:?}");
     Err(Error::invalid("a copy from the device", format!("{length} bytes"), need))
@@ -292,5 +338,67 @@ mod tests {
             assert_eq!(got[4..8], 4_i32.to_ne_bytes());
             assert_eq!(read(device, TensorRef::matrix(&data, 3, 4).unwrap().first_rows(0)).unwrap(), []);
         });
+    }
+
+    /// Between the elements there is no memory.
+    #[test]
+    fn nothing_between_elements_is_read() {
+        on_emulator(|device| {
+            let mut three = [0; 3].map(|_| DeviceMemory::new(device, STEP).unwrap());
+            three.sort_by_key(DeviceMemory::address);
+            let [low, between, high] = three;
+            drop(between);
+            low.write(0, &[1, 2, 3, 4]).unwrap();
+            high.write(0, &[5, 6, 7, 8]).unwrap();
+            let (address, far) = (low.address(), (high.address() - low.address()) as isize);
+            let views = [
+                (address, [2, 4], [far, 1], vec![1, 2, 3, 4, 5, 6, 7, 8]),
+                (address, [4, 2], [1, far], vec![1, 5, 2, 6, 3, 7, 4, 8]),
+                (address, [2, 2], [far, 2], vec![1, 3, 5, 7]),
+                (address, [2, 1], [far, 9], vec![1, 5]),
+                (high.address() + 3, [2, 2], [-far, -2], vec![8, 6, 4, 2]),
+                // One row twice.
+                (address, [2, 4], [0, 1], vec![1, 2, 3, 4, 1, 2, 3, 4]),
+            ];
+            for (address, shape, strides, expected) in views {
+                // SAFETY: every element lies in one of the memories; no operation gets the view.
+                let view = unsafe { TensorRef::from_raw(address, Space::Device, DType::U8, shape, strides) };
+                assert_eq!(read(device, view.unwrap()).unwrap(), expected, "{shape:?} {strides:?}");
+            }
+            // SAFETY: no operation gets the view, and only the emulator looks at it.
+            let hole =
+                unsafe { TensorRef::from_raw(address, Space::Device, DType::U8, [2, 2], [far / 2, 1]) };
+            assert!(matches!(read(device, hole.unwrap()), Err(Error::Vmm(_))));
+        });
+    }
+
+    #[test]
+    fn pieces_are_as_long_as_they_can_be() {
+        let data = [0_i32; 64];
+        let pieces = |rows, columns, strides| {
+            let pieces = Pieces::of(&TensorRef::strided(&data, rows, columns, strides).unwrap());
+            (pieces.length, pieces.count, pieces.columns)
+        };
+        assert_eq!(pieces(8, 8, [8, 1]), (256, [1, 1], false));
+        assert_eq!(pieces(4, 4, [8, 1]), (16, [4, 1], false));
+        assert_eq!(pieces(4, 8, [1, 8]), (16, [1, 8], true));
+        assert_eq!(pieces(4, 1, [8, 3]), (4, [4, 1], false));
+        assert_eq!(pieces(1, 4, [1, 2]), (4, [1, 4], false));
+        assert_eq!(pieces(4, 2, [8, 2]), (4, [4, 2], false));
+    }
+
+    #[test]
+    fn another_device_does_not_read() {
+        let emulator = Emulator::new(Config::h200x2()).unwrap();
+        {
+            let cuda = Cuda::with_driver(emulator.driver()).unwrap();
+            let memory = DeviceMemory::new(&cuda.device(1).unwrap(), 64).unwrap();
+            // SAFETY: no operation gets the view.
+            let view = unsafe { memory.view(0, DType::U8, [1, 64]).unwrap() };
+            let refused = read(&cuda.device(0).unwrap(), view).unwrap_err();
+            assert!(matches!(refused, Error::OtherDevice { got: 1, expected: 0, .. }), "{refused}");
+            assert_eq!(read(&cuda.device(1).unwrap(), view).unwrap().len(), 64);
+        }
+        emulator.assert_empty();
     }
 }

@@ -76,6 +76,35 @@ pub enum Error {
         backend: &'static str,
     },
 
+    /// A tensor lies on another device than the one that is to use it.
+    #[error(
+        "{tensor} lies on device {got}, but device {expected} is to use it; make it there, or copy it first"
+    )]
+    OtherDevice {
+        /// Name of the argument.
+        tensor: &'static str,
+        /// Ordinal of the tensor's device.
+        got: i32,
+        /// Ordinal of the device of this rank's operations.
+        expected: i32,
+    },
+
+    /// A view of a buffer's result or handle was given to operations of somebody else, which nothing orders with that buffer's, and which
+    /// its memory need not outlive.
+    #[error(
+        "{tensor} is a view of a result or handle of buffer #{owner}, and this is {}, whose operations nothing orders with it: \
+         copy it out first, or answer for both with TensorRef::from_raw",
+        Whose(.buffer)
+    )]
+    ForeignView {
+        /// Name of the argument.
+        tensor: &'static str,
+        /// Buffer whose memory it is.
+        owner: u64,
+        /// Buffer it was given to; `None` for collectives.
+        buffer: Option<u64>,
+    },
+
     /// A required tensor is missing, or one was given that this call can't take.
     #[error("{tensor}: {problem}")]
     Tensor {
@@ -320,6 +349,17 @@ impl fmt::Display for Ranks<'_> {
             comma = ", ";
         }
         Ok(())
+    }
+}
+
+struct Whose<'a>(&'a Option<u64>);
+
+impl fmt::Display for Whose<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(buffer) => write!(f, "buffer #{buffer}"),
+            None => f.write_str("a group of collectives"),
+        }
     }
 }
 

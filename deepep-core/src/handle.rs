@@ -6,7 +6,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::backend::{Copy2d, Counts, Order, Ran};
 use crate::buffer::Shared;
 use crate::layout::{DispatchShape, HandleLayout, OutputLayout, Placement};
-use crate::ops::require_space;
 use crate::stream::{Event, StreamRef};
 use crate::tensor::{DType, TensorMut, TensorRef};
 use crate::{Error, Result};
@@ -144,7 +143,7 @@ impl Handle {
         let address = shared.heap.base() + (shared.layout.handles.at(lease.slot) + offset) as u64;
         // SAFETY: the layout fits the slot (checked when the handle was made), the slot lies in this rank's heap, which the handle
         // keeps mapped, and no call writes the slot while the handle exists.
-        unsafe { TensorRef::heap(address, shared.heap.space(), dtype, shape) }
+        unsafe { TensorRef::heap(address, shared.site.home(), dtype, shape) }
     }
 }
 
@@ -222,7 +221,9 @@ impl Dispatched {
         let shape = [self.rows(), self.shape.scale_packs];
         let strides = [row as isize, pack as isize];
         // SAFETY: as in `view`; the region holds every pack of every row of the capacity in this order.
-        Some(unsafe { TensorRef::heap_strided(address, self.space(), dtype, shape, strides) })
+        Some(unsafe {
+            TensorRef::heap_strided(address, self.lease.shared.site.home(), dtype, shape, strides)
+        })
     }
 
     /// Plain: expert ids, local to this rank, of each received token, `[tokens, topk]`; −1 for lanes whose expert lives elsewhere. Expanded: none.
@@ -279,8 +280,7 @@ impl Dispatched {
     ) -> Result<Event> {
         let shared = &self.lease.shared;
         let order = Order { stream, after: None };
-        shared.backend.admit(&order, false)?;
-        require_space(&*shared.backend, "out", &out)?;
+        shared.site.require("out", &out)?;
         let slot = self.address(0)..self.address(self.output.bytes);
         if view.bytes() > 0 && !slot.contains(&view.address()) {
             let problem = "is not a view of this result".into();
@@ -292,13 +292,10 @@ impl Dispatched {
         }
         out.require_shape("out", view.rows(), view.columns())?;
         let copy = Copy2d::between(&view, &out)?;
+        shared.backend.admit(&order, false)?;
         // SAFETY: the view lies in this result's slot (checked), which the lease keeps; `out` is exclusively borrowed, hence elsewhere. That both
         // exist until the copy has run is what views of device memory promise.
         unsafe { shared.backend.copy(copy, order) }
-    }
-
-    fn space(&self) -> crate::tensor::Space {
-        self.lease.shared.heap.space()
     }
 
     fn address(&self, offset: usize) -> u64 {
@@ -309,7 +306,7 @@ impl Dispatched {
     fn view(&self, offset: usize, dtype: DType, shape: [usize; 2]) -> TensorRef<'_> {
         // SAFETY: the layout fits the slot (checked when the call was planned), the slot lies in this rank's heap, which the lease keeps
         // mapped, and no call writes the slot while the lease exists.
-        unsafe { TensorRef::heap(self.address(offset), self.space(), dtype, shape) }
+        unsafe { TensorRef::heap(self.address(offset), self.lease.shared.site.home(), dtype, shape) }
     }
 }
 

@@ -16,6 +16,7 @@ use crate::config::BackendKind;
 use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::layout::{COLLECTIVE_BLOCKS, CollectiveConfig, CollectiveLayout};
+use crate::ops::Site;
 use crate::symmetric::{self, Heap, Request};
 use crate::tune::CollectiveLimits;
 
@@ -198,8 +199,19 @@ impl CollectivesBuilder {
             offset: tensors,
             bytes: config.tensor_bytes,
         });
+        let site = Site::new(backend.kind(), &seat.device, None);
         let (device, timeout) = (seat.device, self.timeout);
-        Ok(Collectives { backend, tensors, multicast, device, domain, timeout, broken: None, bootstrap })
+        Ok(Collectives {
+            backend,
+            tensors,
+            multicast,
+            site,
+            device,
+            domain,
+            timeout,
+            broken: None,
+            bootstrap,
+        })
     }
 
     /// Blocks of the largest grid, the same on all ranks.

@@ -18,10 +18,10 @@ use crate::config::BackendKind;
 use crate::domain::Domain;
 use crate::error::{Error, Result};
 use crate::jit::CollectiveKind;
-use crate::ops::Digest;
+use crate::ops::{Digest, Site};
 use crate::stream::{Event, EventRef, StreamRef};
 use crate::symmetric::{Heap, Multicast};
-use crate::tensor::{DType, Extent, Space, TensorMut, TensorRef};
+use crate::tensor::{DType, Extent, TensorMut, TensorRef};
 
 /// Collectives among the ranks of a host, on tensors anywhere in the memory of their backend.
 ///
@@ -58,6 +58,7 @@ pub struct Collectives {
     backend: Box<dyn CollectiveBackend>,
     tensors: Option<Tensors>,
     multicast: Result<Multicast, String>,
+    site: Site,
     device: Device,
     domain: Domain,
     timeout: Duration,
@@ -276,12 +277,8 @@ impl Collectives {
                 "the host backend has none: an operation has run when its call returns; leave it out";
             return Err(Error::Tensor { tensor: "stream or event", problem: problem.into() });
         }
-        let expected = if backend == BackendKind::Cuda { Space::Device } else { Space::Host };
         for (tensor, extent) in [("input", input), ("output", output)] {
-            if extent.bytes() > 0 && extent.space() != expected {
-                let (got, expected) = (extent.space().name(), expected.name());
-                return Err(Error::Memory { tensor, got, expected, backend: backend.name() });
-            }
+            self.site.require(tensor, extent)?;
             extent.require_contiguous(tensor)?;
         }
         if output.dtype() != input.dtype() {

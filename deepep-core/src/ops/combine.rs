@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use super::{require_rows, require_space};
 use crate::backend::{CombineCall, Order};
 use crate::buffer::Shared;
 use crate::config::Reduction;
@@ -79,8 +78,7 @@ impl<'a> CombineArgs<'a> {
 
     fn plan(self, shared: &Arc<Shared>) -> Result<CombineCall<'a>> {
         self.handle.require_buffer(shared)?;
-        let backend = &*shared.backend;
-        backend.admit(&self.order, false)?;
+        let site = &shared.site;
         let inner = &self.handle.0;
         let dispatched = inner.shape;
         let hidden = self.out.columns();
@@ -88,7 +86,7 @@ impl<'a> CombineArgs<'a> {
         let tokens = inner.counts.as_ref().map_or(dispatched.token_capacity, |c| c.tokens);
 
         let bf16 = [DType::Bf16];
-        require_rows(backend, "x", &self.x)?;
+        site.require_rows("x", &self.x)?;
         self.x.require_dtype("x", &bf16, "BF16")?;
         self.x.require_contiguous("x")?;
         if self.x.columns() != hidden || self.x.rows() < rows {
@@ -97,7 +95,7 @@ impl<'a> CombineArgs<'a> {
             return Err(Error::Shape { tensor: "x", got: format!("[{got_rows}, {got_columns}]"), expected });
         }
         let per_token = |name, tensor: &crate::tensor::Extent| -> Result<()> {
-            require_rows(backend, name, tensor)?;
+            site.require_rows(name, tensor)?;
             tensor.require_dtype(name, &bf16, "BF16")?;
             tensor.require_shape(name, n, hidden)?;
             tensor.require_contiguous(name)
@@ -113,8 +111,8 @@ impl<'a> CombineArgs<'a> {
         let (topk_weights, out_weights) = match self.weights {
             None => (None, None),
             Some((given, out)) => {
-                require_space(backend, "topk_weights", &given)?;
-                require_space(backend, "weights out", &out)?;
+                site.require("topk_weights", &given)?;
+                site.require("weights out", &out)?;
                 given.require_dtype("topk_weights", &[DType::F32], "F32")?;
                 given.require_contiguous("topk_weights")?;
                 let (need, columns) = match dispatched.placement {
@@ -145,6 +143,7 @@ impl<'a> CombineArgs<'a> {
             reduce_first: self.reduction == Reduction::AtExperts,
         };
         let receive = shared.layout.fits_combine(&shape)?;
+        shared.backend.admit(&self.order, false)?;
         Ok(CombineCall {
             shape,
             receive,

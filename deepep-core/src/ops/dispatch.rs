@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Digest, require_rows, require_space};
+use super::Digest;
 use crate::backend::{DispatchCall, Order, Positions};
 use crate::buffer::Shared;
 use crate::config::BackendKind;
@@ -229,13 +229,13 @@ impl<'a> DispatchArgs<'a> {
     }
 
     fn check_tensors(&self, shared: &Shared, shape: &DispatchShape) -> Result<()> {
-        let backend = &*shared.backend;
+        let site = &shared.site;
         let n = self.x.rows();
         if n > shape.max_tokens {
             let need = format!("this buffer takes at most {} from each rank", shape.max_tokens);
             return Err(Error::invalid("tokens", n, need));
         }
-        require_rows(backend, "x", &self.x)?;
+        site.require_rows("x", &self.x)?;
         self.x.require_contiguous("x")?;
         match (self.x.dtype(), &self.scales) {
             (DType::F8E4M3 | DType::F8E5M2, None) => {
@@ -249,7 +249,7 @@ impl<'a> DispatchArgs<'a> {
             _ => {}
         }
         if let Some(scales) = &self.scales {
-            require_space(backend, "scales", scales)?;
+            site.require("scales", scales)?;
             scales.require_dtype("scales", &[DType::F32, DType::I32], "F32, or I32 with four UE8M0 each")?;
             scales.require_shape("scales", n, shape.scale_packs)?;
             if shape.scale_packs == 0 {
@@ -258,13 +258,13 @@ impl<'a> DispatchArgs<'a> {
             }
         }
         if let Some(weights) = &self.topk_weights {
-            require_space(backend, "topk_weights", weights)?;
+            site.require("topk_weights", weights)?;
             weights.require_dtype("topk_weights", &[DType::F32], "F32")?;
             weights.require_shape("topk_weights", n, shape.topk)?;
             weights.require_contiguous("topk_weights")?;
         }
         if let Some(statistics) = &self.statistics {
-            require_space(backend, "statistics", statistics)?;
+            site.require("statistics", statistics)?;
             statistics.require_dtype("statistics", &[DType::I32], "I32")?;
             statistics.require_shape("statistics", shape.local_experts(), 1)?;
             statistics.require_contiguous("statistics")?;
@@ -274,8 +274,8 @@ impl<'a> DispatchArgs<'a> {
             return Err(Error::invalid("zero_padding", true, need));
         }
         if let Route::Fresh(topk_idx) = &self.route {
-            require_space(backend, "topk_idx", topk_idx)?;
-            if backend.kind() == BackendKind::Host {
+            site.require("topk_idx", topk_idx)?;
+            if shared.backend.kind() == BackendKind::Host {
                 check_ids(topk_idx, shared.heap.rank(), shape.experts)?;
             }
         }
@@ -348,12 +348,12 @@ impl<'a> DispatchArgs<'a> {
 
     #[allow(clippy::type_complexity)] // The handle is either the cached one or a new slot's lease.
     fn plan(&mut self, shared: &Arc<Shared>) -> Result<(DispatchCall<'a>, Lease, Result<Handle, Lease>)> {
-        let waits = self.exact && matches!(self.route, Route::Fresh(_));
-        shared.backend.admit(&self.order, waits)?;
         let shape = self.shape(shared)?;
         self.check_tensors(shared, &shape)?;
         let (output, handle_layout) = shared.layout.fits_dispatch(&shape)?;
         let digest = self.digest(&shape);
+        let waits = self.exact && matches!(self.route, Route::Fresh(_));
+        shared.backend.admit(&self.order, waits)?;
         let lease = Lease::take(shared, SlotKind::Output)?;
         let (positions, handle, handle_layout, exact) = match &self.route {
             Route::Fresh(topk_idx) => {

@@ -2,44 +2,11 @@
 
 mod combine;
 mod dispatch;
+mod site;
 
 pub use combine::CombineArgs;
 pub use dispatch::DispatchArgs;
-
-use crate::backend::Backend;
-use crate::config::BackendKind;
-use crate::error::{Error, Result};
-use crate::layout::ROW_GRANULARITY;
-use crate::tensor::{Extent, Space};
-
-/// Checks that a backend can use a tensor where it lies.
-pub(crate) fn require_space(backend: &dyn Backend, tensor: &'static str, extent: &Extent) -> Result<()> {
-    let expected = match backend.kind() {
-        BackendKind::Cuda => Space::Device,
-        _ => Space::Host,
-    };
-    // A tensor without elements is never touched.
-    if extent.bytes() == 0 || extent.space() == expected {
-        return Ok(());
-    }
-    let (got, expected) = (extent.space().name(), expected.name());
-    Err(Error::Memory { tensor, got, expected, backend: backend.kind().name() })
-}
-
-/// As [`require_space`], for rows that kernels move in bulk.
-pub(crate) fn require_rows(backend: &dyn Backend, tensor: &'static str, extent: &Extent) -> Result<()> {
-    require_space(backend, tensor, extent)?;
-    let granularity = ROW_GRANULARITY as u64;
-    if backend.kind() != BackendKind::Cuda
-        || extent.bytes() == 0
-        || extent.address().is_multiple_of(granularity)
-    {
-        return Ok(());
-    }
-    let problem =
-        format!("starts at {:#x}; rows on a GPU start at multiples of {granularity} bytes", extent.address());
-    Err(Error::Tensor { tensor, problem })
-}
+pub(crate) use site::{Site, require_device};
 
 /// FNV-1a over 64-bit words, folded to 32 bits.
 #[derive(Clone, Copy)]

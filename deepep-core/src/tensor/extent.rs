@@ -23,6 +23,23 @@ impl Space {
     }
 }
 
+/// Whose memory a view is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Home {
+    pub(crate) space: Space,
+    /// Ordinal of the device, where it is known.
+    pub(crate) device: Option<i32>,
+    /// Number of the buffer whose result or handle it is; `None` for what the caller answers for.
+    pub(crate) buffer: Option<u64>,
+}
+
+impl Home {
+    /// Memory that the caller answers for.
+    pub(crate) const fn of_caller(space: Space) -> Self {
+        Self { space, device: None, buffer: None }
+    }
+}
+
 /// Address, element type and extent; what [`TensorRef`](super::TensorRef) and [`TensorMut`](super::TensorMut) have in common.
 ///
 /// A vector of n elements has the shape `[n, 1]`. Strides are in elements.
@@ -32,7 +49,7 @@ pub struct Extent {
     pub(super) dtype: DType,
     pub(super) shape: [usize; 2],
     pub(super) strides: [isize; 2],
-    pub(super) space: Space,
+    pub(super) home: Home,
 }
 
 impl Extent {
@@ -68,7 +85,21 @@ impl Extent {
 
     /// Which processor can use the address.
     pub fn space(&self) -> Space {
-        self.space
+        self.home.space
+    }
+
+    /// Ordinal of the device whose memory it is, where that is known: of views of [`DeviceMemory`](crate::device::DeviceMemory), and of a
+    /// buffer's results and handles on the CUDA backend.
+    pub fn device(&self) -> Option<i32> {
+        self.home.device
+    }
+
+    /// Number of the buffer whose result or handle this is a view of, as errors name it; `None` for memory that the caller answers for.
+    ///
+    /// Only that buffer's operations take the view: they are the ones that are ordered with what else happens to its memory, and that the
+    /// memory outlives.
+    pub fn buffer(&self) -> Option<u64> {
+        self.home.buffer
     }
 
     /// Bytes of one row's elements.
@@ -89,8 +120,8 @@ impl Extent {
             || ((columns == 1 || self.strides[1] == 1) && (rows == 1 || self.strides[0] == columns as isize))
     }
 
-    pub(super) fn contiguous(address: u64, dtype: DType, shape: [usize; 2], space: Space) -> Self {
-        Self { address, dtype, shape, strides: [shape[1] as isize, 1], space }
+    pub(super) fn contiguous(address: u64, dtype: DType, shape: [usize; 2], home: Home) -> Self {
+        Self { address, dtype, shape, strides: [shape[1] as isize, 1], home }
     }
 
     pub(crate) fn require_contiguous(&self, tensor: &'static str) -> Result<()> {

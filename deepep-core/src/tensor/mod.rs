@@ -9,5 +9,6 @@ mod extent;
 mod view;
 
 pub use dtype::{DType, Element};
+pub(crate) use extent::Home;
 pub use extent::{Extent, Space};
 pub use view::{TensorMut, TensorRef};

@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use super::{DType, Element, Extent, Space};
+use super::{DType, Element, Extent, Home, Space};
 use crate::error::{Error, Result};
 
 /// A borrowed tensor that is only read.
@@ -97,7 +97,11 @@ impl<'a> TensorRef<'a> {
     ///
     /// # Safety
     /// For as long as `'a`, and until all work that was enqueued with the view has run, every element must lie in memory that
-    /// the processor of `space` can read, and nothing may write it.
+    /// the processor of `space` can read, and nothing may write it. For [`Space::Device`] that processor is the device of whoever is given
+    /// the view: of the [buffer](crate::ElasticBuffer::device), or the [collectives](crate::Collectives::device).
+    ///
+    /// This is also the way to give a view of one buffer's results to the operations of another, or to collectives, which refuse it
+    /// otherwise: then the caller orders both, and keeps the result until the work has run.
     pub unsafe fn from_raw(
         address: u64,
         space: Space,
@@ -105,21 +109,23 @@ impl<'a> TensorRef<'a> {
         shape: [usize; 2],
         strides: [isize; 2],
     ) -> Result<Self> {
-        let extent = Extent { address, dtype, shape, strides, space };
+        let extent = Extent { address, dtype, shape, strides, home: Home::of_caller(space) };
         check_raw(&extent)?;
         Ok(Self { extent, memory: PhantomData })
     }
 
     fn host(address: u64, dtype: DType, shape: [usize; 2]) -> Self {
-        Self { extent: Extent::contiguous(address, dtype, shape, Space::Host), memory: PhantomData }
+        let home = Home::of_caller(Space::Host);
+        Self { extent: Extent::contiguous(address, dtype, shape, home), memory: PhantomData }
     }
 
-    /// A contiguous view of memory of the buffer.
+    /// A contiguous view of memory of a buffer.
     ///
     /// # Safety
-    /// As [`from_raw`](Self::from_raw), and the address must be aligned.
-    pub(crate) unsafe fn heap(address: u64, space: Space, dtype: DType, shape: [usize; 2]) -> Self {
-        Self { extent: Extent::contiguous(address, dtype, shape, space), memory: PhantomData }
+    /// As [`from_raw`](Self::from_raw), and the address must be aligned. If the home names a buffer, nobody else's operations get the view:
+    /// the promise need only cover work of that buffer.
+    pub(crate) unsafe fn heap(address: u64, home: Home, dtype: DType, shape: [usize; 2]) -> Self {
+        Self { extent: Extent::contiguous(address, dtype, shape, home), memory: PhantomData }
     }
 
     /// As [`heap`](Self::heap), with strides.
@@ -128,12 +134,18 @@ impl<'a> TensorRef<'a> {
     /// As [`heap`](Self::heap).
     pub(crate) unsafe fn heap_strided(
         address: u64,
-        space: Space,
+        home: Home,
         dtype: DType,
         shape: [usize; 2],
         strides: [isize; 2],
     ) -> Self {
-        Self { extent: Extent { address, dtype, shape, strides, space }, memory: PhantomData }
+        Self { extent: Extent { address, dtype, shape, strides, home }, memory: PhantomData }
+    }
+
+    /// The same view, known to be of memory of a device.
+    pub(crate) fn on_device(mut self, ordinal: i32) -> Self {
+        self.extent.home.device = Some(ordinal);
+        self
     }
 
     /// The first `rows` rows, or all if there are fewer.
@@ -191,10 +203,10 @@ impl<'a> TensorRef<'a> {
     }
 
     fn require_host(&self) -> Result<()> {
-        if self.space == Space::Host {
+        if self.space() == Space::Host {
             return Ok(());
         }
-        let got = self.space.name();
+        let got = self.space().name();
         Err(Error::Memory { tensor: "view", got, expected: "host", backend: "CPU" })
     }
 
@@ -245,7 +257,8 @@ impl<'a> TensorMut<'a> {
     ///
     /// # Safety
     /// For as long as `'a`, and until all work that was enqueued with the view has run, every element must lie in memory that the
-    /// processor of `space` can write, distinct elements must not overlap, and nothing else may read or write them.
+    /// processor of `space` can write (see [`TensorRef::from_raw`]), distinct elements must not overlap, and nothing else may read or write
+    /// them.
     pub unsafe fn from_raw(
         address: u64,
         space: Space,
@@ -253,13 +266,20 @@ impl<'a> TensorMut<'a> {
         shape: [usize; 2],
         strides: [isize; 2],
     ) -> Result<Self> {
-        let extent = Extent { address, dtype, shape, strides, space };
+        let extent = Extent { address, dtype, shape, strides, home: Home::of_caller(space) };
         check_raw(&extent)?;
         Ok(Self { extent, memory: PhantomData })
     }
 
     fn host(address: u64, dtype: DType, shape: [usize; 2]) -> Self {
-        Self { extent: Extent::contiguous(address, dtype, shape, Space::Host), memory: PhantomData }
+        let home = Home::of_caller(Space::Host);
+        Self { extent: Extent::contiguous(address, dtype, shape, home), memory: PhantomData }
+    }
+
+    /// The same view, known to be of memory of a device.
+    pub(crate) fn on_device(mut self, ordinal: i32) -> Self {
+        self.extent.home.device = Some(ordinal);
+        self
     }
 
     /// Reads the tensor for as long as this is borrowed.

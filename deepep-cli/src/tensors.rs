@@ -34,8 +34,8 @@ macro_rules! owner {
 }
 owner!(ElasticBuffer, Collectives);
 
-/// Memory for the tensors of one rank. It is used again after [`reset`](Self::reset), and given back when dropped; nothing that was enqueued may
-/// use it any more at either moment.
+/// Memory for the tensors of one rank. It is used again after [`reset`](Self::reset), and given back when it and its tensors are dropped;
+/// nothing that was enqueued may use it any more at either moment.
 #[derive(Debug, Default)]
 pub struct Memory {
     pieces: Mutex<Pieces>,
@@ -49,15 +49,25 @@ struct Pieces {
 }
 
 impl Memory {
-    /// All memory is free again: the tensors that were made are gone.
-    pub fn reset(&self) {
+    /// All memory is free again: the tensors that were made are gone. What was enqueued with them has run: they promised to outlive that, and
+    /// so does this.
+    ///
+    /// # Errors
+    /// [`Tensor`](Error::Tensor) if there are tensors on a device left, which the next ones would overwrite; then nothing has changed.
+    pub fn reset(&self) -> Result<()> {
         let mut pieces = self.lock();
+        let left: usize = pieces.all.iter().map(|piece| Arc::strong_count(piece) - 1).sum();
+        if left > 0 {
+            let problem = format!("{left} tensors still lie in it; drop them first");
+            return Err(Error::Tensor { tensor: "memory", problem });
+        }
         // The last piece is the largest.
         if let Some(last) = pieces.all.pop() {
             pieces.all.clear();
             pieces.all.push(last);
         }
         pieces.used = 0;
+        Ok(())
     }
 
     /// Gives up the memory without giving it back: something may still use it.
@@ -71,7 +81,12 @@ impl Memory {
 
     fn take(&self, owner: &impl Owner, bytes: usize) -> Result<(Arc<DeviceMemory>, usize)> {
         let mut pieces = self.lock();
-        let fits = pieces.all.last().is_some_and(|last| pieces.used + bytes <= last.bytes());
+        let ordinal = owner.device().ordinal();
+        // Several owners, on several devices, may share the memory.
+        let fits = pieces
+            .all
+            .last()
+            .is_some_and(|last| last.device().ordinal() == ordinal && pieces.used + bytes <= last.bytes());
         if !fits {
             let before = pieces.all.last().map_or(0, |last| last.bytes());
             let size = bytes.max(PIECE).max(2 * before);
@@ -147,7 +162,7 @@ impl Tensor {
     /// Those of [`DeviceMemory::strided`].
     ///
     /// # Safety
-    /// Until the operation has run, the tensor is not written, and its [`Memory`] neither reset nor dropped.
+    /// Until the operation has run, the tensor is neither written nor dropped, and its [`Memory`] not dropped.
     pub unsafe fn view(&self) -> Result<TensorRef<'_>> {
         let [_, columns] = self.shape;
         // SAFETY: the caller's promise.
@@ -196,7 +211,7 @@ impl Tensor {
     /// Those of [`DeviceMemory::view_mut`].
     ///
     /// # Safety
-    /// Until the operation has run, the tensor is not used otherwise, and its [`Memory`] neither reset nor dropped.
+    /// Until the operation has run, the tensor is neither used otherwise nor dropped, and its [`Memory`] not dropped.
     pub unsafe fn view_mut(&mut self) -> Result<TensorMut<'_>> {
         // SAFETY: the caller's promise.
         unsafe { self.viewed_mut_as(self.dtype, self.shape) }
@@ -327,6 +342,46 @@ mod tests {
         let mut empty = memory.matrix(&buffer, &[], DType::Bf16, [0, 8]).unwrap();
         // SAFETY: as above.
         assert_eq!(unsafe { empty.view_mut() }.unwrap().bytes(), 0);
-        memory.reset();
+        memory.reset().unwrap();
+    }
+
+    /// On a driver in software, which does what a real one does with memory.
+    struct OnDevice(Device);
+
+    impl Owner for OnDevice {
+        fn backend(&self) -> BackendKind {
+            BackendKind::Cuda
+        }
+        fn device(&self) -> &Device {
+            &self.0
+        }
+    }
+
+    #[test]
+    fn tensors_on_devices() {
+        let emulator = cuda_vmm_emu::Emulator::new(cuda_vmm_emu::Config::h200x2()).unwrap();
+        {
+            let cuda = cuda_vmm::Cuda::with_driver(emulator.driver()).unwrap();
+            let [one, two] = [0, 1].map(|ordinal| OnDevice(cuda.device(ordinal).unwrap()));
+            let memory = Memory::default();
+            let first = memory.of(&one, &[1_i32; 8], 2, 4).unwrap();
+            let second = memory.of(&two, &[2_i32; 8], 2, 4).unwrap();
+            let third = memory.of(&one, &[3_i32; 8], 2, 4).unwrap();
+            // SAFETY: no operation gets the views.
+            let devices = [&first, &second, &third].map(|tensor| unsafe { tensor.view() }.unwrap().device());
+            assert_eq!(devices, [Some(0), Some(1), Some(0)]);
+            let refused = memory.reset().unwrap_err();
+            assert!(refused.to_string().contains("3 tensors"), "{refused}");
+            for (owner, tensor, number) in [(&one, &first, 1), (&two, &second, 2), (&one, &third, 3)] {
+                assert_eq!(numbers::<i32>(&tensor.read(owner).unwrap()), [number; 8]);
+            }
+            drop((first, second, third));
+            memory.reset().unwrap();
+            // What was kept is used again.
+            let again = memory.of(&one, &[4_i32; 8], 2, 4).unwrap();
+            assert_eq!(memory.lock().all.len(), 1);
+            assert_eq!(numbers::<i32>(&again.read(&one).unwrap()), [4; 8]);
+        }
+        emulator.assert_empty();
     }
 }

@@ -294,11 +294,11 @@ impl<'a> Rank<'a> {
         cached: Option<&Handle>,
     ) -> Result<(Report, Handle), JobError> {
         let job = self.job;
-        self.memory.reset();
+        self.memory.reset()?;
         let (dispatched, dispatch) = self.dispatch(buffer, round, cached)?;
         let got = self.got(buffer, &dispatched)?;
         self.check_dispatch(&got, round)?;
-        self.memory.reset();
+        self.memory.reset()?;
         let combine = self.combine(buffer, &dispatched, &got, round)?;
 
         let row_bytes = job.values.row_bytes() + 4 * job.scale_packs();

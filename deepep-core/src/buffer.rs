@@ -363,7 +363,7 @@ impl Builder {
             let need = "this version connects the ranks of one host; start one group on each host";
             return Err(Error::invalid("hosts", shape.scale_out, need));
         }
-        let seat = platform.seat(&*bootstrap, config.device.unwrap_or(domain.local_rank()))?;
+        let seat = platform.seat(&*bootstrap, config.device, domain.local_rank())?;
         let request = Request {
             device_bytes: layout.bytes,
             host_bytes: config.host_bytes,

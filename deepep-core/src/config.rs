@@ -22,7 +22,8 @@ pub enum Reduction {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum BackendKind {
-    /// CUDA if there is a usable device, else the host.
+    /// CUDA if the driver shows a device that kernels run on (Hopper or later), else the host, without a word: what
+    /// `BackendKind::Cuda.resolve()` returns says why.
     #[default]
     Auto,
     /// GPUs.
@@ -102,7 +103,7 @@ pub struct Config {
     pub multiprocessors: Option<usize>,
     /// Which processors run the operations.
     pub backend: BackendKind,
-    /// Device ordinal of this rank; without it the launcher's local rank or the rank, modulo the number of devices.
+    /// Device ordinal of this rank, modulo the number of devices; without it the ranks of a host take turns with the devices that kernels run on.
     pub device: Option<usize>,
 }
 

@@ -20,9 +20,9 @@ use std::fmt;
 use std::time::Duration;
 
 use cuda_vmm::sys::{CUresult, CallError};
-use cuda_vmm::{Context, Device, Grant, Granularity, Properties, SegmentedRange};
+use cuda_vmm::{Context, Cuda, Device, Grant, Granularity, Properties, SegmentedRange};
 
-use crate::backend::cuda::{Stream, Uncaptured, call_failed, until};
+use crate::backend::cuda::{Stream, Uncaptured, call_failed, capable, until};
 use crate::error::{Error, Result};
 use crate::ops::require_device;
 use crate::tensor::{DType, Extent, Space, TensorMut, TensorRef};
@@ -60,6 +60,11 @@ impl DeviceMemory {
             .grant(Grant::device(device.ordinal()))
             .build()?;
         Ok(Self { context: device.primary_context()?, range })
+    }
+
+    /// The device whose memory it is.
+    pub fn device(&self) -> &Device {
+        self.context.device()
     }
 
     /// Where it starts: a multiple of 2 MiB.
@@ -174,6 +179,15 @@ impl fmt::Debug for DeviceMemory {
     }
 }
 
+/// The devices that kernels run on: those of compute capability 9.0 or newer (Hopper). There may be none.
+///
+/// # Errors
+/// [`Vmm`](Error::Vmm) if the driver can't tell.
+#[doc(alias = "cuDeviceGetAttribute")]
+pub fn usable(cuda: &Cuda) -> Result<Vec<Device>> {
+    capable(cuda)
+}
+
 /// The bytes of a view's elements, row after row, wherever it lies. What writes the view must have run.
 ///
 /// Only elements are read, nothing that lies between them. Elements that follow each other, in rows or in columns, are read together.
@@ -285,7 +299,6 @@ fn download(device: &Device, view: &Extent, pieces: Pieces) -> Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cuda_vmm::Cuda;
     use cuda_vmm_emu::{Config, Emulator};
 
     fn on_emulator(body: impl FnOnce(&Device)) {

@@ -8,6 +8,12 @@ use serde::{Deserialize, Serialize};
 
 use super::{Failure, workers};
 
+/// Why ranks are emulated on CPUs where GPUs would have been taken.
+pub(super) fn why_emulated(backend: BackendKind) -> Option<String> {
+    let why = || BackendKind::Cuda.resolve().err().map(|why| why.to_string());
+    if backend == BackendKind::Auto { why() } else { None }
+}
+
 /// How a rank's part ended.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]

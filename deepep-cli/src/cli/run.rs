@@ -36,7 +36,7 @@ pub(super) struct Arguments {
 }
 
 pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
-    let (job, notes) = arguments.settings.job()?;
+    let (job, mut notes) = arguments.settings.job()?;
     let rounds = arguments.rounds.max(1);
     if let Some(rank) = arguments.as_rank {
         let (ranks, port, timeout) = (job.group.ranks, arguments.store_port, job.timeout);
@@ -47,6 +47,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     }
     // Errors that every rank would report are reported once, here.
     job.backend.resolve()?;
+    notes.extend(rank::why_emulated(job.backend).map(|why| format!("ranks are emulated on CPUs: {why}")));
     let plan = job.config().plan(job.group.ranks)?;
     if !arguments.json {
         notes.iter().for_each(|note| println!("note: {note}"));

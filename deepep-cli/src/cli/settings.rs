@@ -10,6 +10,7 @@ use deepep_cli::inputs::Values;
 use deepep_cli::job::{Job, Source};
 use deepep_cli::routing::{Group, Pattern};
 use deepep_cli::trace::Trace;
+use deepep_core::device;
 use deepep_core::layout::{IndexWidth, ScaleOrder};
 use deepep_core::tensor::DType;
 use deepep_core::{BackendKind, Reduction};
@@ -71,7 +72,7 @@ impl BackendChoice {
 /// What is communicated.
 #[derive(Args, Clone, Debug)]
 pub(super) struct Settings {
-    /// Number of ranks; more than there are GPUs share them [default: one for each GPU, or 4 emulated ranks]
+    /// Number of ranks; more than there are GPUs share them [default: one for each GPU that runs the kernels, or 4 emulated ranks]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=8))]
     ranks: Option<u32>,
     /// Tokens of each rank
@@ -147,7 +148,7 @@ impl Settings {
     fn ranks(&self) -> usize {
         let gpus = || match self.backend.kind().resolve() {
             Ok(BackendKind::Cuda) => {
-                Cuda::get().ok().and_then(|cuda| usize::try_from(cuda.device_count()).ok())
+                Cuda::get().ok().and_then(|cuda| device::usable(cuda).ok()).map(|usable| usable.len())
             }
             _ => None,
         };

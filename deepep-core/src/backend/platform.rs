@@ -7,7 +7,7 @@ use cuda_vmm::{Cuda, Device};
 use cuda_vmm_emu::Emulator;
 
 use super::Backend;
-use super::cuda::{CudaBackend, Gpu, require_hopper};
+use super::cuda::{CudaBackend, Gpu, capability, capable, require_capable};
 use super::host::HostBackend;
 use crate::bootstrap::Bootstrap;
 use crate::bootstrap::agree::agree;
@@ -46,15 +46,20 @@ impl Platform {
             (_, Some(cuda)) => Self::gpus(cuda),
             (BackendKind::Cuda, None) => Self::gpus(Cuda::get()?.clone()),
             (BackendKind::Host, None) => Self::emulated(),
-            (BackendKind::Auto, None) => match Cuda::get() {
-                Ok(cuda) if require_hopper(cuda).is_ok() => Self::gpus(cuda.clone()),
-                _ => Self::emulated(),
-            },
+            (BackendKind::Auto, None) => Self::auto(Cuda::get().ok()),
+        }
+    }
+
+    /// GPUs if kernels run on any of them, else CPUs. A driver that can't tell is an error: nobody is to compute on CPUs for that reason.
+    fn auto(cuda: Option<&Cuda>) -> Result<Self> {
+        match cuda {
+            Some(cuda) if !capable(cuda)?.is_empty() => Self::gpus(cuda.clone()),
+            _ => Self::emulated(),
         }
     }
 
     fn gpus(cuda: Cuda) -> Result<Self> {
-        require_hopper(&cuda)?;
+        require_capable(&cuda)?;
         Ok(Self { cuda, kind: BackendKind::Cuda })
     }
 
@@ -67,12 +72,33 @@ impl Platform {
         Ok(Self { cuda: Cuda::with_driver(emulator.driver())?, kind: BackendKind::Host })
     }
 
-    /// This rank's device: `wanted`, modulo the number of devices, so that several ranks may share one. Collective.
-    pub(crate) fn seat<B: Bootstrap + ?Sized>(&self, bootstrap: &B, wanted: usize) -> Result<Seat> {
-        let ordinal = (wanted % self.cuda.device_count().max(1) as usize) as i32;
-        let device = agree(bootstrap, "finding the device", self.cuda.device(ordinal).map_err(Error::from))?;
+    /// A rank's device: the one with the ordinal that was `asked` for, or else the one whose turn it is among those that kernels run on.
+    /// Either starts again at the first if there are fewer, so that several ranks may share one.
+    fn device(&self, asked: Option<usize>, local_rank: usize) -> Result<Device> {
+        let mut devices = match (asked, self.kind) {
+            (None, BackendKind::Cuda) => capable(&self.cuda)?,
+            _ => self.cuda.devices()?,
+        };
+        if devices.is_empty() {
+            return Err(Error::invalid("backend", self.kind.name(), "the driver shows no device to use"));
+        }
+        let device = devices.swap_remove(asked.unwrap_or(local_rank) % devices.len());
+        if self.kind == BackendKind::Cuda {
+            capability(&device)?;
+        }
+        Ok(device)
+    }
+
+    /// This rank's device, and who else has it. Collective.
+    pub(crate) fn seat<B: Bootstrap + ?Sized>(
+        &self,
+        bootstrap: &B,
+        asked: Option<usize>,
+        local_rank: usize,
+    ) -> Result<Seat> {
+        let device = agree(bootstrap, "finding the device", self.device(asked, local_rank))?;
         let gpu = match self.kind {
-            BackendKind::Cuda => Some(Gpu::find(bootstrap, &self.cuda, ordinal)?),
+            BackendKind::Cuda => Some(Gpu::find(bootstrap, &self.cuda, device.ordinal())?),
             BackendKind::Host | BackendKind::Auto => None,
         };
         Ok(Seat { device, gpu })
@@ -111,11 +137,47 @@ impl Seat {
 
 #[cfg(test)]
 mod tests {
+    use cuda_vmm::sys::CUdevice_attribute;
+
     use super::*;
 
     fn emulator() -> Cuda {
-        let emulator = Emulator::new(cuda_vmm_emu::Config::h200x2()).unwrap();
-        Cuda::with_driver(emulator.driver()).unwrap()
+        machine(&[9, 9])
+    }
+
+    /// Devices of these generations.
+    fn machine(majors: &[i32]) -> Cuda {
+        let major = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
+        let config = cuda_vmm_emu::Config::new(majors.len());
+        let config = majors.iter().enumerate().fold(config, |config, (ordinal, &value)| {
+            config.device(ordinal, |device| device.attribute(major, value))
+        });
+        Cuda::with_driver(Emulator::new(config).unwrap().driver()).unwrap()
+    }
+
+    #[test]
+    fn cpus_are_taken_only_where_no_device_runs_kernels() {
+        let kind = |cuda: Option<&Cuda>| Platform::auto(cuda).unwrap().kind;
+        assert_eq!(kind(Some(&machine(&[9]))), BackendKind::Cuda);
+        assert_eq!(kind(Some(&machine(&[7, 9]))), BackendKind::Cuda);
+        assert_eq!(kind(Some(&machine(&[7, 8]))), BackendKind::Host);
+        assert_eq!(kind(None), BackendKind::Host);
+        assert!(Platform::gpus(machine(&[7, 8])).is_err());
+    }
+
+    #[test]
+    fn ranks_get_devices_that_run_kernels() {
+        let platform = Platform::gpus(machine(&[7, 9, 8, 10])).unwrap();
+        let turn = |rank| platform.device(None, rank).unwrap().ordinal();
+        assert_eq!([0, 1, 2, 3].map(turn), [1, 3, 1, 3]);
+        let asked = |ordinal| platform.device(Some(ordinal), 0).map(|device| device.ordinal());
+        assert_eq!((asked(1).unwrap(), asked(3).unwrap(), asked(5).unwrap()), (1, 3, 1));
+        // Who asks for a device by its ordinal gets this one or an error.
+        let error = asked(2).unwrap_err().to_string();
+        assert!(error.contains("device 2 (") && error.contains("compute capability 8."), "{error}");
+        // Emulated devices have no generation.
+        let platform = Platform { cuda: machine(&[7, 7]), kind: BackendKind::Host };
+        assert_eq!([0, 1, 2].map(|rank| platform.device(None, rank).unwrap().ordinal()), [0, 1, 0]);
     }
 
     #[test]
@@ -132,7 +194,7 @@ mod tests {
         match (Cuda::get(), Platform::choose(BackendKind::Cuda, None)) {
             (Err(why), Err(error)) => assert_eq!(error.to_string(), why.to_string()),
             (Err(why), Ok(_)) => panic!("{why}"),
-            (Ok(cuda), chosen) => assert_eq!(chosen.is_ok(), require_hopper(cuda).is_ok()),
+            (Ok(cuda), chosen) => assert_eq!(chosen.is_ok(), require_capable(cuda).is_ok()),
         }
     }
 }

@@ -60,7 +60,8 @@ impl CollectivesBuilder {
         self
     }
 
-    /// Device ordinal of this rank; without it the rank on its host, modulo the number of devices.
+    /// Device ordinal of this rank, modulo the number of devices; without it the ranks of a host take turns with the devices that
+    /// kernels run on.
     pub fn device(mut self, device: usize) -> Self {
         self.device = Some(device);
         self
@@ -171,7 +172,7 @@ impl CollectivesBuilder {
             let need = "this version connects the ranks of one host; start one group on each host";
             return Err(Error::invalid("hosts", hosts, need));
         }
-        let seat = platform.seat(&*bootstrap, self.device.unwrap_or(domain.local_rank()))?;
+        let seat = platform.seat(&*bootstrap, self.device, domain.local_rank())?;
         // A rank that is alone has nothing but tensors.
         let (bytes, tensors) = layout.map_or((config.tensor_bytes, 0), |l| (l.bytes, l.tensors));
         let heap = match bytes {

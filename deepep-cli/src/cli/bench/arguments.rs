@@ -172,10 +172,10 @@ impl Arguments {
     pub(super) fn plan(&self, devices: &Devices) -> Result<Plan, Failure> {
         let cuda = match self.backend.kind() {
             BackendKind::Host => false,
-            BackendKind::Cuda if devices.usable == 0 => {
+            BackendKind::Cuda if devices.usable() == 0 => {
                 return Err(format!("--backend cuda: {}", devices.why).into());
             }
-            _ => devices.usable > 0,
+            _ => devices.usable() > 0,
         };
         let mut notes = Vec::new();
         if !cuda {
@@ -184,12 +184,12 @@ impl Arguments {
                 devices.why
             ));
         }
-        let ranks = self.ranks.map_or_else(|| devices.usable.clamp(2, 8), |n| n as usize);
-        let shared = cuda && ranks > devices.usable;
+        let ranks = self.ranks.map_or_else(|| devices.usable().clamp(2, 8), |n| n as usize);
+        let shared = cuda && ranks > devices.usable();
         if shared {
             notes.push(format!(
                 "{ranks} ranks share {} GPU(s): no link is crossed between ranks on one device, and each has a share of its multiprocessors",
-                devices.usable
+                devices.usable()
             ));
         }
         let trace =

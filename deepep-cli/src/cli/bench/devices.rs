@@ -1,40 +1,41 @@
 //! The GPUs that this process sees.
 
-use cuda_vmm::Cuda;
-use cuda_vmm::sys::CUdevice_attribute;
+use cuda_vmm::{Cuda, Device};
+use deepep_core::device;
 
 /// Visible GPUs that the kernels run on.
 pub(super) struct Devices {
     pub(super) cuda: Option<&'static Cuda>,
-    /// How many.
-    pub(super) usable: usize,
+    ordinals: Vec<i32>,
     /// Why there are none, if so.
     pub(super) why: String,
 }
 
 impl Devices {
     pub(super) fn find() -> Self {
-        let none = |cuda, why| Self { cuda, usable: 0, why };
+        let none = |cuda, why| Self { cuda, ordinals: Vec::new(), why };
         let cuda = match Cuda::get() {
             Ok(cuda) => cuda,
             Err(_) => return none(None, "no CUDA driver on this machine".into()),
         };
-        let devices = cuda.devices().unwrap_or_default();
-        if devices.is_empty() {
-            return none(Some(cuda), "the driver shows no device".into());
+        let ordinals: Vec<i32> = match device::usable(cuda) {
+            Ok(devices) => devices.iter().map(Device::ordinal).collect(),
+            Err(error) => return none(Some(cuda), error.to_string()),
+        };
+        match (cuda.device_count(), &ordinals[..]) {
+            (0, _) => none(Some(cuda), "the driver shows no device".into()),
+            (_, []) => none(Some(cuda), "all devices are older than Hopper".into()),
+            _ => Self { cuda: Some(cuda), ordinals, why: "as asked for".into() },
         }
-        let major = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
-        match devices.iter().find(|device| device.attribute(major).unwrap_or(0) < 9) {
-            Some(device) => {
-                let why = format!("device {} is older than Hopper", device.ordinal());
-                none(Some(cuda), why)
-            }
-            None => Self { cuda: Some(cuda), usable: devices.len(), why: "as asked for".into() },
-        }
+    }
+
+    /// How many.
+    pub(super) fn usable(&self) -> usize {
+        self.ordinals.len()
     }
 
     /// Their ordinals.
     pub(super) fn ordinals(&self) -> Vec<i32> {
-        (0..self.usable as i32).collect()
+        self.ordinals.clone()
     }
 }

@@ -72,7 +72,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
             .collect::<Vec<_>>()
             .join(" "),
         machine: Machine::find(plan.cuda),
-        method: method(&plan, devices.usable),
+        method: method(&plan, devices.usable()),
         notes,
         ceilings,
         drift: Vec::new(),
@@ -80,7 +80,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     };
     let mut later = Vec::new();
     for (number, section) in plan.sections.iter().enumerate() {
-        let measured = measure_section(&plan, number, section, &report.ceilings, devices.usable, &bar)?;
+        let measured = measure_section(&plan, number, section, &report.ceilings, devices.usable(), &bar)?;
         report.results.extend(measured);
         match measure(&again) {
             Ok(ceilings) => later.push(ceilings),

@@ -56,7 +56,7 @@ fn describe(device: &Device, findings: &mut Vec<Finding>) {
     findings.push(if major >= 9 {
         Finding::yes(DEVICES, &what, text)
     } else {
-        let remedy = "the kernels need compute capability 9.0 or newer (Hopper); use --backend host here";
+        let remedy = "the kernels need compute capability 9.0 or newer (Hopper): ranks use other devices, or CPUs if there are none";
         Finding::no(DEVICES, &what, text, remedy)
     });
     match device.host_numa_node() {

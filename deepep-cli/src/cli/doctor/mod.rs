@@ -100,7 +100,9 @@ fn main_job() -> Finding {
         Ok(outcomes) => match &outcomes[..] {
             [Outcome::Verified(one), Outcome::Verified(_)] => {
                 let milliseconds = started.elapsed().as_millis();
-                Finding::yes(area, what, format!("{} backend, {milliseconds} ms", one.backend))
+                let why =
+                    rank::why_emulated(job.backend).map_or(String::new(), |why| format!(", since {why}"));
+                Finding::yes(area, what, format!("{} backend, {milliseconds} ms{why}", one.backend))
             }
             _ => {
                 let problem = outcomes.iter().find_map(|outcome| match outcome {

@@ -40,7 +40,7 @@ use collective::{CollectiveEngine, CollectiveLaunch};
 pub(crate) use collective_backend::{CollectiveOptions, CudaCollectives};
 use combine::{CombineLaunch, CombinePlan};
 use dispatch::{DispatchLaunch, DispatchPlan};
-pub(crate) use gpu::{Gpu, require_hopper};
+pub(crate) use gpu::{Gpu, capability, capable, require_capable};
 pub(crate) use queue::Stream;
 use status::StatusBlock;
 pub(crate) use wait::{Uncaptured, until};

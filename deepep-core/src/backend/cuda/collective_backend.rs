@@ -107,8 +107,8 @@ impl CudaCollectives {
         )
     }
 
-    /// An all-gather by copy engines: each rank copies what it gives into the outputs of all, when all may be written, and nobody goes on
-    /// before everybody has.
+    /// An all-gather by copy engines: each rank puts what it gives into its own output, fetches the others' parts from theirs when all have, and
+    /// nobody goes on before everybody has. A rank writes to its own output only, so that a meeting that fails spoils nothing of the others.
     ///
     /// # Safety
     /// As [`CollectiveBackend::run`]; `offset` is where the output lies in every rank's range.
@@ -120,14 +120,18 @@ impl CudaCollectives {
         stream: CUstream,
     ) -> Result<()> {
         let (me, bases) = (group.heap.rank(), group.heap.bases());
+        let part = |base: u64, rank: usize| base + (offset + rank * call.bytes) as u64;
+        // SAFETY: the tensors are as `run` demands; the output lies at this offset of the own range.
+        unsafe { self.copy(call.input, part(bases[me], me), call.bytes, stream)? };
         // SAFETY: the stream is the caller's, of this device, or the own one.
         unsafe { group.engine.meet(call.digest, stream)? };
-        for step in 0..bases.len() {
+        for step in 1..bases.len() {
             // Everybody starts with another rank.
-            let to = bases[(me + step) % bases.len()] + (offset + me * call.bytes) as u64;
-            // SAFETY: the output of every rank lies at this offset of its range (compared by the meeting; if ranks differ, it has broken them),
-            // inside of the memory for tensors (checked when the call was planned), and its owner has come to this call.
-            unsafe { self.copy(call.input, to, call.bytes, stream)? };
+            let from = (me + step) % bases.len();
+            // SAFETY: the output lies at this offset of every rank's range, inside of the memory for tensors (checked when the call was planned; compared
+            // by the meeting). All ranges stay mapped as long as the group. If the meeting failed, what is read may be anything, and so may the
+            // own output.
+            unsafe { self.copy(part(bases[from], from), part(bases[me], from), call.bytes, stream)? };
         }
         // SAFETY: as above.
         unsafe { group.engine.meet_again(call.digest, stream) }

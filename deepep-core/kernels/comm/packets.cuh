@@ -9,7 +9,7 @@
 //   not used is zeroed within 2 · max_tokens epochs.
 #pragma once
 #include "arch/packet.cuh"
-#include "comm/wait.cuh"
+#include "comm/begun.cuh"
 #include "common/warp.cuh"
 
 // What a lane makes packets of: seven words of eight bytes of a row, GROUPS words apart.
@@ -31,8 +31,9 @@ struct Packets {
         : d(domain), area(packets), epoch(now), tag(packet_tag(now)), me(domain.rank) {}
 
     DEVICE u32 parity() const { return epoch & 1; }
-    // Rank r's word for this rank, of one kind of operation.
-    DEVICE u32* begun(u32 kind, u32 r, u32 from) const { return cell32(d, r, area.begun + (u64)(kind * RANKS + from) * CELL_LINE); }
+    DEVICE Begun begun(u32 kind, u32 operation, u32 call) const {
+        return {d, area.begun + (u64)kind * 2 * RANKS * CELL_LINE, operation, epoch, call};
+    }
     // Slot of a token of rank `from` at rank r.
     DEVICE Vec16* slot(u64 part, u64 stride, u32 r, u32 from, u32 token) const {
         const u64 peer = from < r ? from : from - 1;
@@ -48,15 +49,12 @@ struct Packets {
         return (Vec16*)(d.heap[r] + area.lanes + ((u64)(parity() * RANKS + from) * area.max_tokens + token) * area.lane_stride);
     }
 
-    // This rank's kernel has started. By all threads of a block; one block does it.
-    DEVICE void begin(u32 kind) const {
-        if (threadIdx.x < RANKS && threadIdx.x != me) arch::st_release_sys(begun(kind, threadIdx.x, me), epoch);
-    }
     // By one warp: the peers' slots may be written.
-    DEVICE bool may_write(u32 kind, u32 operation) const {
+    DEVICE bool may_write(const Begun& begun) const {
         const u32 r = threadIdx.x % 32;
         bool ok = true;
-        if (r < RANKS && r != me) ok = wait_at_least(d, {operation, PHASE_STARTED, epoch, r, 0}, begun(kind, me, r), epoch - 1);
+        u64 word;
+        if (r < RANKS && r != me) ok = begun.wait(r, epoch - 1, word);
         ok = warp::all(ok);
         // Other lanes write, after what this one has acquired.
         warp::sync();

@@ -25,8 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __
     }
     __syncthreads();
     if (!b.control.failed) {
-        if (blockIdx.x == 0 && threadIdx.x < RANKS && threadIdx.x != b.me)
-            arch::st_release_sys((u32*)((u8*)cell32(b.d, threadIdx.x, b.d.started) + b.me * CELL_LINE), b.epoch);
+        if (blockIdx.x == 0) b.begun().tell();
         if (blockIdx.x == 0 && threadIdx.x == 0) *b.ticket(TICKET_RETURN, 1) = 0;
         __syncwarp();
         constexpr bool SUMS = EXPANDED && REDUCE_FIRST;
@@ -41,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __
             }
         } else if (b.warp < first_reducer) {
             announce(b.control.mail, p.row_warps, b.epoch, [&](u32 r) { return b.arrived(r); });
+            if (blockIdx.x == 0) b.begun().compare_all();
         } else if (b.warp < first_reducer + reducers) {
             const u32 number = b.warp - first_reducer;
             const u32 behind = SUMS ? senders * p.sender_pieces * p.piece_bytes : 0;

@@ -13,9 +13,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_packet_combine(c
     // With one rank all warps sum.
     constexpr u32 SENDERS = RANKS > 1 ? WARPS / 2 : 0;
     if (!__syncthreads_or(threadIdx.x == 0 && broken(b.d, OPERATION_COMBINE, b.packets.epoch))) {
-        if (blockIdx.x == 0) b.packets.begin(PACKETS_COMBINE);
-        if (b.warp < SENDERS) send_back(b, b.warp, SENDERS);
-        else reduce_back(b, b.warp - SENDERS, WARPS - SENDERS);
+        if (blockIdx.x == 0) b.begun().tell();
+        if (b.warp < SENDERS) {
+            send_back(b, b.warp, SENDERS);
+            if (blockIdx.x == 0 && b.warp == 0) b.begun().compare_all();
+        } else {
+            reduce_back(b, b.warp - SENDERS, WARPS - SENDERS);
+        }
         __syncthreads();
         scrub_back(b);
     }

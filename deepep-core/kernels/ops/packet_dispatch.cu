@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_packet_dispatch(
     }
     __syncthreads();
     if (!b.control.failed) {
-        if (blockIdx.x == 0) b.packets.begin(PACKETS_DISPATCH);
+        if (blockIdx.x == 0) b.begun().tell();
         send(b);
         read_lanes(b);
         __syncthreads();

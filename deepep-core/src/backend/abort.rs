@@ -53,6 +53,9 @@ fn differing(operation: Option<Operation>, values: Vec<(String, Vec<usize>)>) ->
         Some(Operation::AllGather | Operation::ReduceScatter | Operation::AllReduce) => {
             "collective call (digest of kind, element type, size, and place in symmetric memory)"
         }
+        Some(Operation::Combine) => {
+            "combine call (digest of hidden size, reduction, weights, and the dispatch of the handle)"
+        }
         _ => "dispatch call (digest of shape, layout, alignment, capacities and handle)",
     };
     let field = field.into();

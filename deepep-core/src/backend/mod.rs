@@ -127,6 +127,8 @@ pub(crate) struct CombineCall<'a> {
     pub(crate) out: TensorMut<'a>,
     /// Contiguous `f32[tokens, topk]`; there if and only if weights are given.
     pub(crate) out_weights: Option<TensorMut<'a>>,
+    /// Of everything that must be equal on all ranks.
+    pub(crate) digest: u32,
     pub(crate) order: Order<'a>,
 }
 

@@ -172,6 +172,9 @@ device_struct! {
         /// Offsets in the block's shared memory, behind the stages: rings, control words.
         rings: u32,
         control: u32,
+        /// Digest of the call.
+        call: u32,
+        reserved: u32,
     }
 }
 

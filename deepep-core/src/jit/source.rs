@@ -108,6 +108,7 @@ const HEADERS: &[(&str, &str)] = embedded![
     "comm/heap.cuh",
     "comm/wait.cuh",
     "comm/announce.cuh",
+    "comm/begun.cuh",
     "comm/packets.cuh",
     "comm/call.cuh",
     "comm/user.cuh",

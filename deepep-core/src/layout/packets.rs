@@ -34,7 +34,7 @@ pub const fn weight_packets(topk: usize) -> usize {
 /// s < r, else s − 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PacketLayout {
-    /// Peer, `u32[2][ranks]`, one cache line each: a kernel of dispatch, or of combine, has started.
+    /// Peer, `u64[2][2 parities][ranks]`, one cache line each: a kernel of dispatch, or of combine, has started, and with what call.
     pub begun: usize,
     /// Peer, `[2 parities][ranks]`, one cache line each: digest of the call, tokens.
     pub heads: usize,
@@ -82,7 +82,7 @@ impl PacketLayout {
         let back_weight_stride = PACKET_BYTES * most(&mut combine.iter().map(|s| weight_packets(s.topk)));
         let line = WorkspaceLayout::LINE;
         let (slots, peers) = (2 * ranks * max_tokens, 2 * (ranks - 1) * max_tokens);
-        let begun = cursor.take(2 * ranks, line);
+        let begun = cursor.take(4 * ranks, line);
         let heads = cursor.take(2 * ranks, line);
         let lanes = cursor.take(slots, lane_stride);
         let rows = cursor.take(peers, row_stride);

@@ -35,7 +35,7 @@ pub struct WorkspaceLayout {
     pub ready: usize,
     /// Peer, `u32[ranks][MAX_BLOCKS]`: a sending block of a plain dispatch is done.
     pub done: usize,
-    /// Peer, `u32[ranks]`, one cache line each: a combine kernel has started.
+    /// Peer, `u64[2 parities][ranks]`, one cache line each: a combine kernel has started, and with what call.
     pub started: usize,
     /// Peer, `u32[sets][slots][max_tokens]`: a row of a combine has arrived.
     pub arrived: usize,
@@ -80,7 +80,7 @@ impl WorkspaceLayout {
         let mut c = Cursor::at(0);
         let abort = c.take(1, Self::LINE);
         let barrier = c.take(ranks, Self::LINE);
-        let started = c.take(ranks, Self::LINE);
+        let started = c.take(2 * ranks, Self::LINE);
         let totals = c.take(2 * ranks * cells, 8);
         let done = c.take(ranks * MAX_BLOCKS, 4);
         let ready = c.take(ranks * max_tokens, 4);
@@ -129,7 +129,7 @@ mod tests {
         assert_eq!(w.cells, 272);
         assert_eq!(w.abort, 0);
         assert_eq!(w.barrier, 256);
-        assert_eq!(w.totals, 256 + 2 * 8 * 128);
+        assert_eq!(w.totals, 256 + 3 * 8 * 128);
         assert_eq!(w.done - w.totals, 2 * 8 * 272 * 8);
         assert_eq!(w.arrived - w.ready, 8 * 8192 * 4);
         assert!(w.bytes < 1 << 20, "{}", w.bytes);

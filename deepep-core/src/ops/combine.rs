@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::Digest;
 use crate::backend::{CombineCall, Order};
 use crate::buffer::Shared;
 use crate::config::Reduction;
@@ -144,6 +145,17 @@ impl<'a> CombineArgs<'a> {
         };
         let receive = shared.layout.fits_combine(&shape)?;
         shared.backend.admit(&self.order, false)?;
+        let digest = [
+            shape.row_bytes,
+            shape.topk,
+            shape.placement as usize,
+            shape.reduce_first.into(),
+            topk_weights.is_some().into(),
+            inner.number as usize,
+        ]
+        .into_iter()
+        .fold(Digest::new(), Digest::add)
+        .finish();
         Ok(CombineCall {
             shape,
             receive,
@@ -156,6 +168,7 @@ impl<'a> CombineArgs<'a> {
             biases,
             out: self.out,
             out_weights,
+            digest,
             order: self.order,
         })
     }

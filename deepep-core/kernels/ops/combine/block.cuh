@@ -3,6 +3,7 @@
 #include "arch/bf16.cuh"
 #include "arch/bulk.cuh"
 #include "comm/announce.cuh"
+#include "comm/begun.cuh"
 
 constexpr u32 MAX_STAGES = 8;
 
@@ -25,6 +26,7 @@ struct Block {
           me(params.domain.rank), lane(threadIdx.x % 32), warp(threadIdx.x / 32) {}
 
     DEVICE Place place(u32 phase, u32 peer, u32 index) const { return {OPERATION_COMBINE, phase, epoch, peer, index}; }
+    DEVICE Begun begun() const { return {d, d.started, OPERATION_COMBINE, epoch, p.call}; }
     DEVICE u32 set() const { return epoch % p.sets; }
     // Tickets of this call, or of the next one.
     DEVICE u32* ticket(u32 kind, u32 ahead = 0) const {

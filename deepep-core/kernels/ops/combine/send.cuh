@@ -72,10 +72,8 @@ struct Returned {
 // What every sender warp begins with: no row goes to a peer that may still read the set. False after an abort.
 DEVICE bool wait_started(const Block& b) {
     bool ok = true;
-    if (b.lane < RANKS && b.lane != b.me) {
-        const u32* started = (const u32*)((const u8*)cell32(b.d, b.me, b.d.started) + b.lane * CELL_LINE);
-        ok = wait_at_least(b.d, b.place(PHASE_STARTED, b.lane, 0), started, b.epoch - b.p.sets + 1);
-    }
+    u64 word;
+    if (b.lane < RANKS && b.lane != b.me) ok = b.begun().wait(b.lane, b.epoch - b.p.sets + 1, word);
     ok = warp::all(ok);
     warp::sync();
     arch::fence_proxy_global();

@@ -19,6 +19,7 @@ struct Back {
         : q(params), p(params.call), d(params.call.domain), packets(d, params.area, epoch), me(d.rank), lane(threadIdx.x % 32),
           warp(threadIdx.x / 32) {}
 
+    DEVICE Begun begun() const { return packets.begun(PACKETS_COMBINE, OPERATION_COMBINE, p.call); }
     template <class T>
     DEVICE const T* handle(u64 offset) const { return (const T*)(p.handle + offset); }
     DEVICE Place place(u32 peer, u32 index) const { return {OPERATION_COMBINE, PHASE_ARRIVAL, packets.epoch, peer, index}; }
@@ -116,7 +117,7 @@ DEVICE void send_back(const Back& b, u32 warp, u32 warps) {
         if (weights && row >= 0) weight = ((const u32*)b.p.weights)[b.weight_at(row)];
         const Group sum = sum_rows(b, row, which, g);
         // Waited for behind the rows, once.
-        if (!may_write && !b.packets.may_write(PACKETS_COMBINE, OPERATION_COMBINE)) return;
+        if (!may_write && !b.packets.may_write(b.begun())) return;
         may_write = true;
         if (g < b.groups()) b.packets.send(b.packets.back(s, b.me, t), b.groups(), g, sum);
         if (weights) {

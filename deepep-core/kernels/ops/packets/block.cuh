@@ -40,6 +40,7 @@ struct Block {
           warp(threadIdx.x / 32) {}
 
     DEVICE bool cached() const { return p.topk_idx == 0; }
+    DEVICE Begun begun() const { return packets.begun(PACKETS_DISPATCH, OPERATION_DISPATCH, p.call); }
     template <class T>
     DEVICE T* mine(u64 offset) const { return (T*)(handle + offset); }
     template <class T>

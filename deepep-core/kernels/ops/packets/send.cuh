@@ -75,7 +75,7 @@ DEVICE void send(const Block& b) {
     Vec16 packet;
     bool ok = true, more = false;
     if (carries) more = part.look_up(b, item);
-    if (b.warp == PERMISSION) ok = b.packets.may_write(PACKETS_DISPATCH, OPERATION_DISPATCH);
+    if (b.warp == PERMISSION) ok = b.packets.may_write(b.begun());
     if (lanes && t < b.p.tokens) packet = lane_packet(b, t);
     ok = __syncthreads_and(ok);
     if (!ok) {

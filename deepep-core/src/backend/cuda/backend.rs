@@ -307,6 +307,7 @@ impl Backend for CudaBackend {
             out_weights: self.address(call.out_weights.as_deref()),
             tokens: call.tokens,
             handle_slot: call.handle_slot,
+            digest: call.digest,
         };
         let turn = self.queue().begin(&call.order)?;
         // SAFETY: as in `dispatch`; the handle slot was filled by a dispatch of this shape with as many tokens, and x has every row that

@@ -56,6 +56,8 @@ pub(crate) struct CombineLaunch {
     pub(crate) out_weights: u64,
     pub(crate) tokens: usize,
     pub(crate) handle_slot: usize,
+    /// Digest of what must be equal on all ranks.
+    pub(crate) digest: u32,
 }
 
 impl Setting {
@@ -142,6 +144,7 @@ impl CombineNumbers {
             out_weights: call.out_weights,
             handle: own + self.handles.at(call.handle_slot) as u64,
             tokens: call.tokens as u32,
+            call: call.digest,
             ..self.params
         };
         match self.form {

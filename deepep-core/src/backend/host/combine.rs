@@ -50,11 +50,14 @@ pub(super) fn run(rank: &Rank<'_>, call: CombineCall<'_>, epoch: u32) -> Result<
             .collect::<Result<_>>()?,
         lane_row: rank.own().table(handle(call.handle.lane_row), lanes)?,
     };
-    let cell = rank.workspace().started + rank.me * WorkspaceLayout::LINE;
+    let cell = combine.begun(rank.me, epoch);
     for peer in rank.peers() {
-        rank.areas[peer].cell32(cell)?.store(epoch, Ordering::Release);
+        rank.areas[peer]
+            .cell64(cell)?
+            .store(u64::from(epoch) << 32 | u64::from(call.digest), Ordering::Release);
     }
     combine.send(sets, set)?;
+    combine.compare()?;
     combine.reduce(set)
 }
 
@@ -66,6 +69,25 @@ impl Combine<'_, '_> {
             (false, true) => from,
             (false, false) => from - 1,
         }
+    }
+
+    /// Where a rank says that its call of an epoch has begun, and which one it is.
+    fn begun(&self, from: usize, epoch: u32) -> usize {
+        let parity = (epoch & 1) as usize * self.call.shape.ranks;
+        self.rank.workspace().started + (parity + from) * WorkspaceLayout::LINE
+    }
+
+    /// All ranks make the same call. One that is two calls ahead has put a newer word there, and is not compared.
+    fn compare(&self) -> Result<()> {
+        let (rank, digest) = (self.rank, self.call.digest);
+        for peer in rank.peers() {
+            let cell = rank.own().cell64(self.begun(peer, self.epoch))?;
+            let seen = rank.waits.begun(cell, self.epoch, peer)?;
+            if (seen >> 32) as u32 == self.epoch && seen as u32 != digest {
+                return Err(rank.waits.differs(peer, digest, seen as u32));
+            }
+        }
+        Ok(())
     }
 
     fn arrived(&self, set: usize, slot: usize, token: usize) -> usize {
@@ -87,8 +109,7 @@ impl Combine<'_, '_> {
             if first < end {
                 // The last call that used this set has ended at the peer.
                 let target = self.epoch.wrapping_sub(sets as u32 - 1);
-                let cell = rank.own().cell32(rank.workspace().started + peer * WorkspaceLayout::LINE)?;
-                rank.waits.at_least(cell, target, Phase::Started, peer)?;
+                rank.waits.begun(rank.own().cell64(self.begun(peer, target))?, target, peer)?;
             }
             for index in first..end {
                 let [global, mask] = source.get(index)?;

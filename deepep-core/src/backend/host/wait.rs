@@ -72,6 +72,21 @@ impl<'a> Waits<'a> {
         Ok(self.until(poll, u64::from(epoch) << 32, phase, peer)? as u32)
     }
 
+    /// Waits until the epoch of the cell, its upper half, is at least `target`; the cell.
+    pub(super) fn begun(&self, cell: &AtomicU64, target: u32, peer: usize) -> Result<u64> {
+        let poll = || {
+            let seen = cell.load(Ordering::Acquire);
+            (reached((seen >> 32) as u32, target), seen)
+        };
+        self.until(poll, u64::from(target) << 32, Phase::Started, peer)
+    }
+
+    /// A peer makes another call: gives up, for all ranks.
+    pub(super) fn differs(&self, peer: usize, own: u32, other: u32) -> Error {
+        let word = self.abort(Phase::Parameters, peer);
+        gave_up(word, self.timeout, Some([own.into(), other.into()]))
+    }
+
     fn until(&self, poll: impl Fn() -> (bool, u64), expected: u64, phase: Phase, peer: usize) -> Result<u64> {
         let mut polls = 0u32;
         loop {

@@ -225,6 +225,7 @@ impl Bench {
             out_weights: if back { t.out_weights.address() } else { 0 },
             tokens: case.tokens[r],
             handle_slot: handle,
+            digest: 55,
         };
         // SAFETY: as above; the handle slot was filled by the dispatch before it on the same stream.
         unsafe { rank.engine.combine(&self.combine[r], &call, rank.stream) }?;

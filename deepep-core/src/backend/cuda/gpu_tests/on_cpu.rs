@@ -19,12 +19,14 @@ use super::machine::Outcome;
 use super::{HANDLE_SLOTS, OUTPUT_SLOTS, Round};
 use crate::jit::Program;
 use crate::layout::{
-    HandleLayout, HeapConfig, HeapLayout, IndexWidth, OutputLayout, Placement, RecordKind, StatusRecord,
-    WorkspaceLayout,
+    HandleLayout, HeapConfig, HeapLayout, IndexWidth, OutputLayout, Phase, Placement, RecordKind,
+    StatusRecord, WorkspaceLayout,
 };
 
 /// Longest run of one round, in seconds.
 const LIMIT: f64 = 120.0;
+/// Deadline of a wait, in turns of the runtime.
+const TURNS: u64 = 40_000_000;
 
 /// One operation of one rank, as the runtime knows it.
 #[repr(C)]
@@ -228,11 +230,14 @@ impl Tensors {
 
 /// Ranks with heaps, and their plans.
 struct Ranks<'a> {
-    case: &'a Case,
+    /// Of each rank; the same, where ranks make the same calls.
+    cases: Vec<&'a Case>,
     layout: HeapLayout,
     heaps: Vec<Memory>,
     statuses: Vec<Memory>,
     plans: Vec<(DispatchNumbers, CombineNumbers)>,
+    /// Of the ranks' calls.
+    digests: Vec<u32>,
 }
 
 enum Arguments {
@@ -256,9 +261,15 @@ type Call = (Program, LaunchShape, Box<Arguments>);
 impl<'a> Ranks<'a> {
     /// Ranks that have run `epoch` calls of each kind.
     fn new(case: &'a Case, limits: Limits, epoch: u32) -> Outcome<Self> {
+        Self::of(&vec![case; case.ranks], limits, epoch)
+    }
+
+    /// Ranks that make different calls, perhaps.
+    fn of(cases: &[&'a Case], limits: Limits, epoch: u32) -> Outcome<Self> {
+        let case = cases[0];
         let config = HeapConfig {
-            dispatch: vec![case.dispatch_shape()],
-            combine: vec![case.combine_shape()],
+            dispatch: cases.iter().map(|case| case.dispatch_shape()).collect(),
+            combine: cases.iter().map(|case| case.combine_shape()).collect(),
             output_slots: OUTPUT_SLOTS,
             handle_slots: HANDLE_SLOTS,
             receive_sets: case.sets,
@@ -271,8 +282,10 @@ impl<'a> Ranks<'a> {
             heap.bytes_mut()[..w.bytes].fill(0);
             let epochs = (w.epochs..w.tickets).step_by(4);
             let lines = |from: usize, count: usize| (0..count).map(move |n| from + n * WorkspaceLayout::LINE);
-            let begun = w.packets.iter().flat_map(|p| lines(p.begun, 2 * case.ranks));
-            for at in epochs.chain(lines(w.started, case.ranks)).chain(begun) {
+            let begun = w.packets.iter().flat_map(|p| lines(p.begun, 4 * case.ranks));
+            // The upper halves of words that say when a rank has begun.
+            let begun = begun.chain(lines(w.started, 2 * case.ranks)).map(|at| at + 4);
+            for at in epochs.chain(begun) {
                 heap.bytes_mut()[at..at + 4].copy_from_slice(&epoch.to_le_bytes());
             }
             heap
@@ -280,20 +293,33 @@ impl<'a> Ranks<'a> {
         let heaps: Vec<Memory> = (0..case.ranks).map(heap).collect();
         let statuses: Vec<Memory> = (0..case.ranks).map(|_| Memory::new(layout.status.bytes, 0)).collect();
         let bases: Vec<u64> = heaps.iter().map(Memory::address).collect();
-        let (dispatch, combine) = (case.dispatch_shape(), case.combine_shape());
         let plan = |r: usize| -> Outcome<_> {
             // The runtime's clock counts turns.
-            let timeout = std::time::Duration::from_secs(3600);
-            let domain = domain(&layout.workspace, r, &bases, statuses[r].address(), timeout);
+            let turns = std::time::Duration::from_nanos(TURNS);
+            let domain = domain(&layout.workspace, r, &bases, statuses[r].address(), turns);
             let setting = Setting { layout, domain, limits, combine_roles: case.roles };
+            let (dispatch, combine) = (cases[r].dispatch_shape(), cases[r].combine_shape());
             Ok((setting.dispatch(&dispatch)?, setting.combine(&combine, &dispatch)?))
         };
         let plans = (0..case.ranks).map(plan).collect::<Outcome<_>>()?;
-        Ok(Self { case, layout, heaps, statuses, plans })
+        let (cases, digests) = (cases.to_vec(), vec![55; case.ranks]);
+        Ok(Self { cases, layout, heaps, statuses, plans, digests })
+    }
+
+    /// The phase and the peer of the records in which all ranks say that they gave up.
+    fn gave_up(&self) -> Vec<(u32, u32)> {
+        let record = |status: &Memory| {
+            let at = self.layout.status.record(RecordKind::Abort);
+            // SAFETY: as in `run`.
+            let record: StatusRecord =
+                unsafe { status.bytes().as_ptr().add(at).cast::<StatusRecord>().read() };
+            (record.phase, record.peer)
+        };
+        self.statuses.iter().map(record).collect()
     }
 
     fn dispatch(&self, r: usize, t: &Tensors, output: usize, handle: usize, cached: bool) -> Call {
-        let case = self.case;
+        let case = self.cases[r];
         let (row, pack) =
             if case.scales_by_column { (1, case.tokens[r] as i64) } else { (case.scale_packs as i64, 1) };
         let call = DispatchLaunch {
@@ -307,7 +333,7 @@ impl<'a> Ranks<'a> {
             output_slot: output,
             handle_slot: handle,
             zero_padding: case.zero_padding,
-            digest: 77 + u32::from(cached),
+            digest: self.digests[r] + 22 + u32::from(cached),
             ..DispatchLaunch::default()
         };
         let numbers = &self.plans[r].0;
@@ -316,7 +342,7 @@ impl<'a> Ranks<'a> {
     }
 
     fn combine(&self, r: usize, t: &Tensors, output: usize, handle: usize) -> Call {
-        let case = self.case;
+        let case = self.cases[r];
         let slot = self.heaps[r].address() + self.layout.outputs.at(output) as u64;
         let o = OutputLayout::new(&case.dispatch_shape());
         let weights = match case.placement {
@@ -333,6 +359,7 @@ impl<'a> Ranks<'a> {
             out_weights: if back { t.out_weights.address() } else { 0 },
             tokens: case.tokens[r],
             handle_slot: handle,
+            digest: self.digests[r],
         };
         let numbers = &self.plans[r].1;
         let (shape, arguments) = numbers.call(&call);
@@ -365,7 +392,7 @@ impl<'a> Ranks<'a> {
     }
 
     fn slots(&self, r: usize, output: usize, handle: usize) -> Slots {
-        let shape = self.case.dispatch_shape();
+        let shape = self.cases[r].dispatch_shape();
         let part = |offset: usize, bytes: usize| self.heaps[r].bytes()[offset..offset + bytes].to_vec();
         Slots {
             output: part(self.layout.outputs.at(output), OutputLayout::new(&shape).bytes),
@@ -375,7 +402,7 @@ impl<'a> Ranks<'a> {
 
     /// The same calls as a round on GPUs, with no wait between the ranks.
     fn round(&mut self, kernels: &Kernels, seed: u64) -> Outcome {
-        let case = self.case;
+        let case = self.cases[0];
         let inputs = |seed| (0..case.ranks).map(|r| Input::new(case, r, seed)).collect::<Vec<_>>();
         let rounds = [Round::new(case, inputs(seed), seed), Round::new(case, inputs(!seed), !seed)];
         let refreshed: Vec<Input> =
@@ -486,6 +513,119 @@ fn all_cases(test: &str, ranks: usize, placement: Placement, seeds: u64) {
     }
     assert!(failures.is_empty(), "{failures:#?}");
     assert!(count >= 20, "only {count} cases were run");
+}
+
+/// One dispatch on each rank, and a combine behind it.
+fn one_call(ranks: &mut Ranks<'_>, kernels: &Kernels, seed: u64) -> Outcome {
+    let rounds: Vec<Round> = ranks
+        .cases
+        .iter()
+        .map(|case| Round::new(case, (0..case.ranks).map(|r| Input::new(case, r, seed)).collect(), seed))
+        .collect();
+    let tensors: Vec<Tensors> =
+        rounds.iter().enumerate().map(|(r, round)| Tensors::new(ranks.cases[r], round, r)).collect();
+    let calls: Vec<Vec<Call>> = tensors
+        .iter()
+        .enumerate()
+        .map(|(r, t)| vec![ranks.dispatch(r, t, 0, 0, false), ranks.combine(r, t, 0, 0)])
+        .collect();
+    ranks.run(kernels, seed, &calls)
+}
+
+/// Ranks that make different calls all learn of it, whatever differs, and nothing is parsed as what it is not.
+#[test]
+fn calls_that_differ_end_on_cpus() {
+    if !compiler("calls_that_differ_end_on_cpus") {
+        return;
+    }
+    let limits = Limits { blocks: 2, shared_bytes: 232_448, link: 48 };
+    for placement in [Placement::Plain, Placement::Expanded] {
+        let kernels = Kernels::build(&programs(2, placement), &|_, text| text).unwrap();
+        for packets in [false, true] {
+            let case = |topk: usize, hidden: usize| {
+                let mut case = Case { packets, topk, hidden, ..Case::new(2, 12, placement) };
+                case.experts = 16;
+                case
+            };
+            let same = case(8, 256);
+            // Weights of one's few lanes lie where the other looks for ids.
+            for (name, other, digests) in [
+                ("top-k in dispatch", case(4, 256), [55, 56]),
+                ("top-k in dispatch, the other way round", case(11, 256), [55, 56]),
+            ] {
+                let mut ranks = Ranks::of(&[&same, &other], limits, 0).unwrap();
+                ranks.digests = digests.to_vec();
+                let error = one_call(&mut ranks, &kernels, 3).unwrap_err().to_string();
+                assert!(error.contains("gave up"), "{name}: {error}");
+                for (phase, _) in ranks.gave_up() {
+                    assert_eq!(phase, Phase::Parameters as u32, "{placement:?}, packets {packets}, {name}");
+                }
+            }
+            // Nothing differs in dispatch: combine is what finds it.
+            let mut ranks = Ranks::of(&[&same, &same], limits, 0).unwrap();
+            let other = case(8, 512);
+            let inputs: Vec<Input> = (0..2).map(|r| Input::new(&same, r, 4)).collect();
+            let round = Round::new(&same, inputs, 4);
+            let tensors: Vec<Tensors> = (0..2).map(|r| Tensors::new(&same, &round, r)).collect();
+            let dispatches: Vec<Vec<Call>> =
+                tensors.iter().enumerate().map(|(r, t)| vec![ranks.dispatch(r, t, 0, 0, false)]).collect();
+            ranks.run(&kernels, 4, &dispatches).unwrap();
+            ranks.digests = vec![1, 2];
+            let combines: Vec<Vec<Call>> =
+                tensors.iter().enumerate().map(|(r, t)| vec![ranks.combine(r, t, 0, 0)]).collect();
+            let error = ranks.run(&kernels, 5, &combines).unwrap_err().to_string();
+            assert!(error.contains("gave up"), "{error}");
+            for (r, (phase, peer)) in ranks.gave_up().into_iter().enumerate() {
+                assert_eq!(phase, Phase::Parameters as u32, "{placement:?}, packets {packets}, rank {r}");
+                assert!(peer < 2);
+            }
+            // Other rows and slots: the ranks wait for different things, and still learn why.
+            let mut ranks = Ranks::of(&[&same, &other], limits, 0).unwrap();
+            let error = {
+                let rounds =
+                    [&same, &other].map(|c| Round::new(c, (0..2).map(|r| Input::new(c, r, 6)).collect(), 6));
+                let tensors: Vec<Tensors> =
+                    (0..2).map(|r| Tensors::new(ranks.cases[r], &rounds[r], r)).collect();
+                let calls = |ranks: &Ranks<'_>, combine: bool| -> Vec<Vec<Call>> {
+                    let call = |(r, t): (usize, &Tensors)| match combine {
+                        true => vec![ranks.combine(r, t, 0, 0)],
+                        false => vec![ranks.dispatch(r, t, 0, 0, false)],
+                    };
+                    tensors.iter().enumerate().map(call).collect()
+                };
+                ranks.run(&kernels, 6, &calls(&ranks, false)).unwrap();
+                ranks.digests = vec![1, 2];
+                ranks.run(&kernels, 7, &calls(&ranks, true)).unwrap_err().to_string()
+            };
+            assert!(error.contains("gave up"), "{error}");
+            assert!(ranks.gave_up().iter().all(|&(phase, _)| phase == Phase::Parameters as u32));
+        }
+    }
+}
+
+/// A rank whose rows were not all sent announces none of them: its peer gives up and does not take old rows for new ones.
+#[test]
+fn rows_that_were_not_sent_are_not_announced_on_cpus() {
+    if !compiler("rows_that_were_not_sent_are_not_announced_on_cpus") {
+        return;
+    }
+    let programs = [Program::Dispatch { ranks: 2, placement: Placement::Plain, index: IndexWidth::Bits64 }];
+    let (call, changed) = ("sent = sender.run();", "sent = sender.run() && b.me != 0;");
+    let change = |name: &str, text: String| {
+        assert!(name != "kernel.cu" || text.matches(call).count() == 1);
+        text.replace(call, changed)
+    };
+    let kernels = Kernels::build(&programs, &change).unwrap();
+    let case = Case::new(2, 12, Placement::Plain);
+    let limits = Limits { blocks: 2, shared_bytes: 232_448, link: 48 };
+    let ranks = Ranks::new(&case, limits, 0).unwrap();
+    let round = Round::new(&case, (0..2).map(|r| Input::new(&case, r, 1)).collect(), 1);
+    let tensors: Vec<Tensors> = (0..2).map(|r| Tensors::new(&case, &round, r)).collect();
+    let calls: Vec<Vec<Call>> =
+        tensors.iter().enumerate().map(|(r, t)| vec![ranks.dispatch(r, t, 0, 0, false)]).collect();
+    let error = ranks.run(&kernels, 1, &calls).unwrap_err().to_string();
+    assert!(error.contains("rank 1 gave up"), "{error}");
+    assert_eq!(ranks.gave_up()[1], (Phase::Done as u32, 0));
 }
 
 /// The tags of packets come back after 65535 calls: the next ones are right, too.

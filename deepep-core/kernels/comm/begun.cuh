@@ -1,0 +1,44 @@
+// Words in which a rank tells its peers that its kernel of an epoch has started, and with what call: epoch << 32 | digest of the call.
+//
+// Who writes: block 0 at the start of a kernel, one word for each parity of the epoch. Who waits: whoever is about to write to that rank, for an earlier epoch
+// (then the rank's kernels before that one have ended); and one warp of every rank, for the epoch itself, to compare the digests. A rank
+// that is two calls ahead has put a newer word there, and nothing is compared.
+#pragma once
+#include "comm/wait.cuh"
+
+// `cells`: the words of one kind of operation in rank r's memory, two parities of R lines.
+struct Begun {
+    const Domain& d;
+    u64 cells;
+    u32 operation, epoch, digest;
+
+    DEVICE u64* cell(u32 r, u32 from, u32 of) const { return cell64(d, r, cells + (u64)((of & 1) * RANKS + from) * CELL_LINE); }
+    // By the first R threads of a block.
+    DEVICE void tell() const {
+        if (threadIdx.x < RANKS && threadIdx.x != d.rank)
+            arch::st_release_sys(cell(threadIdx.x, d.rank, epoch), pack_cell(epoch, digest));
+    }
+    // Rank r's kernel of epoch `of` has started. By one thread.
+    DEVICE bool wait(u32 r, u32 of, u64& word) const {
+        const u64* from = cell(d.rank, r, of);
+        return wait_until(d, {operation, PHASE_STARTED, epoch, r, 0}, of, [&](u64& seen) {
+            word = arch::ld_acquire_sys(from);
+            seen = cell_epoch(word);
+            return (i32)(cell_epoch(word) - of) >= 0;
+        });
+    }
+    // All ranks have made the same call; if not, the call ends everywhere. By one warp of the rank, when it has nothing else to do: who waits for something that
+    // a peer sends otherwise in another call learns of it by the abort.
+    DEVICE void compare_all() const {
+        const u32 r = threadIdx.x % 32;
+        if (r < RANKS && r != d.rank) compare(r);
+    }
+    // Rank r has made the same call. By one thread.
+    DEVICE bool compare(u32 r) const {
+        u64 word = 0;
+        if (!wait(r, epoch, word)) return false;
+        if (cell_epoch(word) != epoch || (u32)word == digest) return true;
+        give_up(d, {operation, PHASE_PARAMETERS, epoch, r, 0}, true, digest, (u32)word, 0);
+        return false;
+    }
+};

@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
     if (!b.control.failed) {
         if (blockIdx.x == 0) {
             publish_place(b);
-            // The other parity's tickets belong to the next call.
+            // The other parity's tickets belong to the next call. (Combine's among them are zeroed once more than they need be: no combine runs.)
             if (threadIdx.x < TICKET_KINDS)
                 *(u32*)((u8*)b.ticket(threadIdx.x) + (b.parity() ? -1 : 1) * (i32)(TICKET_KINDS * CELL_LINE)) = 0;
         }

@@ -135,6 +135,13 @@ impl Compiler {
     #[doc(alias = "nvrtcCompileProgram")]
     #[doc(alias = "nvrtcGetCUBIN")]
     pub fn compile(&self, program: Program, arch: Arch) -> Result<Cubin, JitError> {
+        let (major, minor) = self.version();
+        if matches!(program, Program::PacketDispatch { .. } | Program::PacketCombine { .. })
+            && (major, minor) < (12, 3)
+        {
+            let (library, what) = (self.library().into(), String::from("the 16-byte accesses of packets"));
+            return Err(JitError::TooOld { library, major, minor, need: "12.3", what });
+        }
         let Output { image, assembly, log, .. } =
             self.compile_text(program.entry(), program.source(), program.headers(), arch)?;
         let (image, resources) = (image.into(), Resources::parse(&log));

@@ -1,6 +1,6 @@
 //! Output slots and handle slots of a dispatch.
 
-use super::{Cursor, DispatchShape, MAX_RANKS, PacketLayout, Placement};
+use super::{Cursor, DispatchShape, MAX_RANKS, Placement};
 
 /// What a dispatch delivers, in one output slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,8 +72,8 @@ impl HandleLayout {
     /// Entries of [`counts`](Self::counts).
     pub const COUNTS: usize = 4;
 
-    /// Layout for a call of this shape.
-    pub fn new(shape: &DispatchShape) -> Self {
+    /// Layout for a call of this shape. `packets`: rows travel in packets (see [`PacketLayout`](super::PacketLayout)).
+    pub fn new(shape: &DispatchShape, packets: bool) -> Self {
         let expanded = shape.placement == Placement::Expanded;
         let if_expanded = |count: usize| if expanded { count } else { 0 };
         let received = shape.token_capacity;
@@ -90,7 +90,6 @@ impl HandleLayout {
         let sent_row = c.take(own * shape.ranks, 4);
         let sent_index = c.take(if_expanded(own * shape.ranks), 4);
         let own_row = c.take(if_expanded(own * shape.topk), 4);
-        let packets = PacketLayout::possible(shape.ranks, own, shape.experts);
         let lane_place = c.take(if packets { shape.ranks * own * shape.topk } else { 0 }, 4);
         Self {
             source,
@@ -140,10 +139,10 @@ mod tests {
 
     #[test]
     fn handle_is_small() {
-        let plain = HandleLayout::new(&dispatch(2, 4096, Placement::Plain));
+        let plain = HandleLayout::new(&dispatch(2, 4096, Placement::Plain), false);
         assert!(plain.bytes < 260_000, "{}", plain.bytes);
         assert_eq!(plain.lane_row, plain.topk);
-        let expanded = HandleLayout::new(&dispatch(2, 4096, Placement::Expanded));
+        let expanded = HandleLayout::new(&dispatch(2, 4096, Placement::Expanded), false);
         assert_eq!(expanded.topk - expanded.lane_row, 8192 * 8 * 4);
         assert!(expanded.bytes < 2 << 20);
     }

@@ -88,7 +88,7 @@ impl HeapLayout {
                 return Err(Error::invalid(name, value, format!("must be {low} to {high}")));
             }
         }
-        let (mut output, mut handle, mut experts, mut local_experts) = (0, 0, 0, 0);
+        let (mut output, mut experts, mut local_experts) = (0, 0, 0);
         for shape in &config.dispatch {
             shape.validate()?;
             if shape.ranks != first.ranks || shape.max_tokens != first.max_tokens {
@@ -96,10 +96,12 @@ impl HeapLayout {
                 return Err(Error::invalid("dispatch shape", format!("{shape:?}"), need));
             }
             output = output.max(OutputLayout::new(shape).bytes);
-            handle = handle.max(HandleLayout::new(shape).bytes);
             experts = experts.max(shape.experts);
             local_experts = local_experts.max(shape.local_experts());
         }
+        let packets = config.packets && PacketLayout::possible(first.ranks, first.max_tokens, experts);
+        let handles = config.dispatch.iter().map(|shape| HandleLayout::new(shape, packets).bytes);
+        let handle = handles.max().unwrap_or(0);
         let (mut set, mut slots) = (0, 0);
         for shape in &config.combine {
             shape.validate()?;
@@ -112,7 +114,7 @@ impl HeapLayout {
         }
         let (ranks, max_tokens) = (first.ranks, first.max_tokens);
         let mut workspace = WorkspaceLayout::new(ranks, max_tokens, experts, slots, config.receive_sets);
-        if config.packets && PacketLayout::possible(ranks, max_tokens, experts) {
+        if packets {
             workspace = workspace.with_packets(|cursor| {
                 PacketLayout::place(cursor, ranks, max_tokens, &config.dispatch, &config.combine)
             });
@@ -147,7 +149,7 @@ impl HeapLayout {
             return Err(Error::invalid("experts", shape.experts, need));
         }
         let output = OutputLayout::new(shape);
-        let handle = HandleLayout::new(shape);
+        let handle = HandleLayout::new(shape, self.workspace.packets.is_some());
         Self::fits("an output slot", output.bytes, self.outputs.stride)?;
         Self::fits("a handle slot", handle.bytes, self.handles.stride)?;
         if let Some(p) = &self.workspace.packets {

@@ -14,6 +14,8 @@
 constexpr u32 VECTORS = 4;
 constexpr u32 SUM_BYTES = VECTORS * 32 * 16;
 static_assert(!EXPANDED || PIECE_BYTES == SUM_BYTES, "the sum of a piece stays in registers");
+// What lanes read beyond the end of a piece, and throw away.
+static_assert(COMBINE_CONTROL_BYTES >= SUM_BYTES, "the control words lie behind the last piece");
 
 // The rows of one result, in the order in which they are added. If there are several rows of the own rank whose sum is rounded for itself,
 // they come first: it is a term of the result like the rows behind them, with `before` of these in front of it.

@@ -102,6 +102,8 @@ impl CudaBackend {
         // device; `parts` keeps it until no kernel runs. Workspaces are zeroed before any rank comes back from `new`, and
         // nobody starts an operation before all have. The status block was made for the layout, by this device.
         let engine = unsafe { Engine::new(context, layout, heap.rank(), heap.bases(), address, options)? };
+        // Here, where ranks still agree on failures: a plan depends on this rank's multiprocessors.
+        engine.check(&config.heap_config(layout.ranks)?)?;
         let reports = Arc::new(Reports::new(status, heap.rank(), config.timeout));
         let queue = Queue::new(gpu.context(), reports)?;
         // All that calls can need: loading one later could have to wait for a kernel that waits for this rank.

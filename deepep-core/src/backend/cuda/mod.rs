@@ -51,7 +51,7 @@ use self::module::{Kernel, Kernels};
 use crate::error::{Error, Result};
 use crate::jit::params::{BarrierParams, Domain};
 use crate::jit::{Arch, BARRIER_THREADS, Cache, Program, Supply};
-use crate::layout::{HeapLayout, MAX_RANKS, WorkspaceLayout};
+use crate::layout::{HeapConfig, HeapLayout, MAX_RANKS, WorkspaceLayout};
 
 /// Settings of an [`Engine`] that have good defaults.
 #[derive(Clone, Debug)]
@@ -159,6 +159,17 @@ impl Engine {
             Program::Collective(_) | Program::Meet { .. } | Program::MultimemBarrier { .. } => false,
         };
         Program::all(self.setting.layout.ranks).into_iter().filter(needed).collect()
+    }
+
+    /// Whether calls of these shapes can be planned on this device.
+    pub(crate) fn check(&self, config: &HeapConfig) -> Result<()> {
+        for dispatched in &config.dispatch {
+            self.setting.dispatch(dispatched)?;
+            for combine in config.combine.iter().filter(|c| c.placement == dispatched.placement) {
+                self.setting.combine(combine, dispatched)?;
+            }
+        }
+        Ok(())
     }
 
     /// Compiles and loads kernels, so that no later call does. All ranks do so at the same time.

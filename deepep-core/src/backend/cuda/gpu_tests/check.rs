@@ -25,7 +25,10 @@ impl Slots {
         let heap = &group.ranks[rank].heap;
         Ok(Self {
             output: heap.read(group.layout.outputs.at(output), OutputLayout::new(shape).bytes)?,
-            handle: heap.read(group.layout.handles.at(handle), HandleLayout::new(shape).bytes)?,
+            handle: heap.read(
+                group.layout.handles.at(handle),
+                HandleLayout::new(shape, group.layout.workspace.packets.is_some()).bytes,
+            )?,
         })
     }
 }
@@ -64,7 +67,7 @@ pub(super) fn dispatched(
     cached: bool,
 ) -> Outcome {
     let shape = case.dispatch_shape();
-    let (o, h) = (OutputLayout::new(&shape), HandleLayout::new(&shape));
+    let (o, h) = (OutputLayout::new(&shape), HandleLayout::new(&shape, case.in_packets()));
     let (topk, local) = (case.topk, case.experts / case.ranks);
     let (out, handle, mine) = (&slots.output, &slots.handle, &want[d]);
     let expanded = case.placement == Placement::Expanded;

@@ -79,7 +79,7 @@ fn too_little_capacity_moves_nothing_and_says_how_much_is_needed() {
         bench.upload(0, &round).unwrap();
         bench.each(true, |r| bench.launch_dispatch(r, 0, 0, 0, false)).unwrap();
         bench.each(true, |r| bench.launch_combine(r, 0, 0, 0)).unwrap();
-        let h = HandleLayout::new(&shape);
+        let h = HandleLayout::new(&shape, case.in_packets());
         for (r, rank) in bench.group.ranks.iter().enumerate() {
             let report = rank.status.report(RecordKind::Capacity).unwrap();
             assert_eq!(

@@ -396,7 +396,10 @@ impl<'a> Ranks<'a> {
         let part = |offset: usize, bytes: usize| self.heaps[r].bytes()[offset..offset + bytes].to_vec();
         Slots {
             output: part(self.layout.outputs.at(output), OutputLayout::new(&shape).bytes),
-            handle: part(self.layout.handles.at(handle), HandleLayout::new(&shape).bytes),
+            handle: part(
+                self.layout.handles.at(handle),
+                HandleLayout::new(&shape, self.cases[r].in_packets()).bytes,
+            ),
         }
     }
 

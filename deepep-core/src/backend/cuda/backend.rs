@@ -122,7 +122,7 @@ impl CudaBackend {
         // SAFETY: the workspace lies at the start of this rank's range, which is mapped for this device; nobody uses it yet.
         unsafe { context.device().cuda().driver().cuMemsetD8Async(base, 0, bytes, turn.stream) }
             .map_err(|source| call_failed(format!("zeroing {bytes} bytes of workspace"), source))?;
-        let end = self.queue().end(turn)?;
+        let end = turn.end()?;
         end.wait_reached("zeroing the workspace", self.reports().patience())
     }
 
@@ -283,7 +283,7 @@ impl Backend for CudaBackend {
         state.dispatches = number;
         state.captured |= turn.captured;
         drop(state);
-        let end = self.queue().end(turn)?;
+        let end = turn.end()?;
         // What is written belongs to the kernel until it has run.
         call.statistics = None;
         if call.exact {
@@ -315,14 +315,14 @@ impl Backend for CudaBackend {
         // SAFETY: as in `dispatch`; the handle slot was filled by a dispatch of this shape with as many tokens, and x has every row that
         // it names (checked against its counts, or its capacity, when the call was planned).
         unsafe { engine.combine(&plan, &launch, turn.stream)? };
-        Ok(Ok(public(self.queue().end(turn)?)))
+        Ok(Ok(public(turn.end()?)))
     }
 
     fn barrier(&self, order: Order<'_>) -> Result<Event> {
         let turn = self.queue().begin(&order)?;
         // SAFETY: the stream is the caller's, of this device, or the own one; `begin` has ordered it after the operation before.
         unsafe { self.parts.engine.barrier(turn.stream)? };
-        Ok(public(self.queue().end(turn)?))
+        Ok(public(turn.end()?))
     }
 
     fn problem(&self, ran: Ran<'_>) -> Result<Option<Problem>> {
@@ -344,7 +344,7 @@ impl Backend for CudaBackend {
         let _bound = context.bind()?;
         // SAFETY: the caller vouches for both sides; the stream belongs to the context, which is current.
         unsafe { copy::enqueue(context, &rows, turn.stream)? };
-        Ok(public(self.queue().end(turn)?))
+        Ok(public(turn.end()?))
     }
 
     fn synchronize(&self, timeout: Duration) -> Result<()> {

@@ -87,7 +87,7 @@ impl CudaCollectives {
         // SAFETY: all that lies before the stages in this rank's range, which is mapped for this device; nobody uses it yet.
         unsafe { context.device().cuda().driver().cuMemsetD8Async(base, 0, bytes, turn.stream) }
             .map_err(|source| call_failed(format!("zeroing {bytes} bytes"), source))?;
-        let end = queue.end(turn)?;
+        let end = turn.end()?;
         end.wait_reached("zeroing the memory of collectives", queue.reports().patience())
     }
 
@@ -211,7 +211,7 @@ impl CollectiveBackend for CudaCollectives {
                 }
             },
         }
-        Ok(Ok(public(queue.end(turn)?)))
+        Ok(Ok(public(turn.end()?)))
     }
 
     fn synchronize(&self, timeout: Duration) -> Result<()> {

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use cuda_vmm::Context;
-use cuda_vmm::sys::{CUevent, CUevent_flags, CUresult, CUstream, CallError};
+use cuda_vmm::sys::{CUevent, CUevent_flags, CUresult, CUstream};
 
 use super::call_failed;
 use super::reports::Reports;
@@ -30,15 +30,9 @@ impl EventPool {
         Arc::new(Self { context, free: Mutex::default() })
     }
 
-    /// Records an event at the end of a stream of the pool's context, which is current. `captured`: the stream is being captured.
-    pub(crate) fn record(
-        self: &Arc<Self>,
-        stream: CUstream,
-        captured: bool,
-        reports: &Arc<Reports>,
-    ) -> Result<Arc<CudaEvent>> {
+    /// An event that is not recorded yet, for a stream of the pool's context, which is current. `captured`: the stream is being captured.
+    pub(crate) fn take(self: &Arc<Self>, captured: bool, reports: &Arc<Reports>) -> Result<CudaEvent> {
         let driver = self.context.device().cuda().driver();
-        let failed = |source: CallError| call_failed("recording an event".into(), source);
         let kept = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let raw = match kept {
             Some(raw) => raw,
@@ -46,13 +40,21 @@ impl EventPool {
                 let mut raw = ptr::null_mut();
                 // SAFETY: `raw` is valid for one write, and the context is current.
                 unsafe { driver.cuEventCreate(&mut raw, CUevent_flags::CU_EVENT_DISABLE_TIMING.0) }
-                    .map_err(failed)?;
+                    .map_err(|source| call_failed("making an event".into(), source))?;
                 raw
             }
         };
-        let event = CudaEvent { pool: self.clone(), reports: reports.clone(), raw, captured };
-        // SAFETY: the event is nobody else's (it was made or taken from the pool here); the stream belongs to the current context.
-        unsafe { driver.cuEventRecord(raw, stream) }.map_err(failed)?;
+        Ok(CudaEvent { pool: self.clone(), reports: reports.clone(), raw, captured })
+    }
+
+    /// Records an event at the end of a stream of the pool's context, which is current and not being captured.
+    pub(crate) fn record(
+        self: &Arc<Self>,
+        stream: CUstream,
+        reports: &Arc<Reports>,
+    ) -> Result<Arc<CudaEvent>> {
+        let event = self.take(false, reports)?;
+        event.record(stream)?;
         Ok(Arc::new(event))
     }
 }
@@ -68,7 +70,7 @@ impl Drop for EventPool {
     }
 }
 
-/// An event that was recorded. Goes back to the pool when dropped, which waits for nothing: whoever waits for it in a stream, or has it in a
+/// An event, recorded unless its maker is about to. Goes back to the pool when dropped, which waits for nothing: whoever waits for it in a stream, or has it in a
 /// graph, already has what it needs.
 pub(crate) struct CudaEvent {
     pool: Arc<EventPool>,
@@ -84,6 +86,13 @@ unsafe impl Send for CudaEvent {}
 unsafe impl Sync for CudaEvent {}
 
 impl CudaEvent {
+    /// Records it at the end of a stream of the pool's context, which is current.
+    pub(crate) fn record(&self, stream: CUstream) -> Result<()> {
+        // SAFETY: the event came from the pool and is nobody else's yet; the stream belongs to the current context.
+        unsafe { self.pool.context.device().cuda().driver().cuEventRecord(self.raw, stream) }
+            .map_err(|source| call_failed("recording an event".into(), source))
+    }
+
     /// Whether the stream has come here. Says nothing about kernels that gave up.
     pub(crate) fn reached(&self) -> Result<bool> {
         if self.captured {

@@ -109,7 +109,7 @@ impl Readback {
         // vouches for the source.
         unsafe { driver.cuMemcpyDtoHAsync(to.cast(), address, bytes, self.stream.raw()) }
             .map_err(|source| call_failed(format!("reading {bytes} bytes of device memory"), source))?;
-        let copied = self.events.record(self.stream.raw(), false, &self.reports)?;
+        let copied = self.events.record(self.stream.raw(), &self.reports)?;
         copied.wait_reached("a copy of a small table", Self::LIMIT)?;
         // SAFETY: the copy has run; the memory holds `count` numbers, page-aligned, and the lock keeps others away.
         Ok(unsafe { std::slice::from_raw_parts(to.cast::<i32>(), count) }.to_vec())

@@ -2,15 +2,16 @@
 
 use std::ffi::c_void;
 use std::ptr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use cuda_vmm::Context;
-use cuda_vmm::sys::{CUstream, CUstream_flags, CUstreamCaptureStatus, CallError, Driver};
+use cuda_vmm::sys::{CUresult, CUstream, CUstream_flags, CUstreamCaptureStatus, CallError, Driver};
 
 use super::call_failed;
 use super::events::{CudaEvent, EventPool};
 use super::reports::Reports;
+use super::wait::{Uncaptured, until};
 use crate::backend::Order;
 use crate::error::{Error, Result};
 use crate::stream::{Event, EventSource, StreamRef};
@@ -56,16 +57,68 @@ pub(crate) struct Queue {
     own: Stream,
     events: Arc<EventPool>,
     reports: Arc<Reports>,
-    /// The newest operation that was not captured: its stream and its end.
-    last: Mutex<Option<(usize, Arc<CudaEvent>)>>,
+    /// The newest operation that was not captured.
+    last: Mutex<Last>,
 }
 
-/// One operation's turn: between [`Queue::begin`] and [`Queue::end`] its kernels are launched.
-#[derive(Clone, Copy)]
-pub(crate) struct Turn {
+/// What is known of the end of the newest operation.
+#[derive(Default)]
+enum Last {
+    /// There was none.
+    #[default]
+    Nothing,
+    /// Its stream and its end.
+    Ends(usize, Arc<CudaEvent>),
+    /// Something was enqueued there, and its end could not be recorded.
+    Lost(usize),
+}
+
+/// One operation's turn: between [`Queue::begin`] and [`Turn::end`] its work is enqueued. A turn that is dropped was given up half-way: what it has
+/// enqueued until then counts.
+pub(crate) struct Turn<'q> {
     pub(crate) stream: CUstream,
     /// The stream is being captured.
     pub(crate) captured: bool,
+    queue: &'q Queue,
+    /// To be recorded at the end; made before anything is enqueued, so that only recording it can fail then.
+    event: Option<CudaEvent>,
+}
+
+impl Turn<'_> {
+    /// The end of the operation.
+    pub(crate) fn end(mut self) -> Result<Arc<CudaEvent>> {
+        let Some(event) = self.event.take() else {
+            return Err(Error::invalid("end of an operation", "a second one", "an operation ends once"));
+        };
+        self.record(event)
+    }
+
+    fn record(&self, event: CudaEvent) -> Result<Arc<CudaEvent>> {
+        let bound = self.queue.context.bind();
+        let event = bound.map_err(Error::from).and_then(|_bound| {
+            event.record(self.stream)?;
+            Ok(Arc::new(event))
+        });
+        // What is captured does not run.
+        if !self.captured {
+            *self.queue.newest() = match &event {
+                Ok(event) => Last::Ends(self.stream as usize, event.clone()),
+                Err(_) => Last::Lost(self.stream as usize),
+            };
+        }
+        event
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        if let Some(event) = self.event.take()
+            && !self.captured
+        {
+            // A failure is remembered by the queue.
+            let _ = self.record(event);
+        }
+    }
 }
 
 impl Queue {
@@ -115,42 +168,51 @@ impl Queue {
     }
 
     /// Orders an operation after the event that it names, and after the one before it if that was on another stream. An error if some
-    /// rank gave up before.
-    pub(crate) fn begin(&self, order: &Order<'_>) -> Result<Turn> {
+    /// rank gave up before, or if it is not known when the operation before ends.
+    pub(crate) fn begin(&self, order: &Order<'_>) -> Result<Turn<'_>> {
         self.reports.check()?;
         let _bound = self.context.bind()?;
         let stream = self.stream(order);
         let captured = self.captured(stream)?;
+        let event = self.events.take(captured, &self.reports)?;
         let failed = |source: CallError| call_failed("making a stream wait for an event".into(), source);
         if let Some(event) = &order.after {
             // SAFETY: the event is alive and was recorded (EventRef's promise), the stream is alive.
             unsafe { self.driver().cuStreamWaitEvent(stream, event.as_raw().cast(), 0) }.map_err(failed)?;
         }
         // What is captured has no place after work that runs now: there the caller sees to the order.
-        if !captured
-            && let Some((before, end)) = &*self.last.lock().unwrap_or_else(PoisonError::into_inner)
-            && *before != stream as usize
-        {
-            // SAFETY: the event was recorded outside of a capture and is alive; so is the stream.
-            unsafe { self.driver().cuStreamWaitEvent(stream, end.raw(), 0) }.map_err(failed)?;
+        if !captured {
+            match &*self.newest() {
+                Last::Ends(before, end) if *before != stream as usize => {
+                    // SAFETY: the event was recorded outside of a capture and is alive; so is the stream.
+                    unsafe { self.driver().cuStreamWaitEvent(stream, end.raw(), 0) }.map_err(failed)?;
+                }
+                Last::Lost(_) => {
+                    let reason = "the end of an operation could not be recorded".into();
+                    return Err(Error::Broken { reason });
+                }
+                _ => {}
+            }
         }
-        Ok(Turn { stream, captured })
-    }
-
-    /// The end of an operation.
-    pub(crate) fn end(&self, turn: Turn) -> Result<Arc<CudaEvent>> {
-        let _bound = self.context.bind()?;
-        let event = self.events.record(turn.stream, turn.captured, &self.reports)?;
-        if !turn.captured {
-            let last = (turn.stream as usize, event.clone());
-            *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(last);
-        }
-        Ok(event)
+        Ok(Turn { stream, captured, queue: self, event: Some(event) })
     }
 
     /// Blocks until every operation so far has run.
     pub(crate) fn synchronize(&self, timeout: Duration) -> Result<()> {
-        match self.last() {
+        let rank = self.reports.rank();
+        let running = |waited| Error::StillRunning { what: "an operation", rank, waited };
+        let event = match &*self.newest() {
+            Last::Nothing => None,
+            Last::Ends(_, event) => Some(event.clone()),
+            // Another's stream may be gone.
+            Last::Lost(stream) if *stream != self.own.raw() as usize => return Err(running(Duration::ZERO)),
+            Last::Lost(_) => {
+                let _bound = self.context.bind()?;
+                until(timeout, || Ok(self.own_has_run()?.then_some(())))?.ok_or_else(|| running(timeout))?;
+                None
+            }
+        };
+        match event {
             Some(event) => event.wait(timeout),
             None => self.reports.check(),
         }
@@ -159,12 +221,26 @@ impl Queue {
     /// Whether no operation is running. Without an answer from the driver, there may be one.
     pub(crate) fn is_idle(&self) -> bool {
         let Ok(_bound) = self.context.bind() else { return false };
-        self.last().is_none_or(|event| event.reached().unwrap_or(false))
+        match &*self.newest() {
+            Last::Nothing => true,
+            Last::Ends(_, event) => event.reached().unwrap_or(false),
+            Last::Lost(stream) => *stream == self.own.raw() as usize && self.own_has_run().unwrap_or(false),
+        }
     }
 
-    fn last(&self) -> Option<Arc<CudaEvent>> {
-        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        last.as_ref().map(|(_, event)| event.clone())
+    /// Whether all work of the own stream has run; it comes after every operation before. The context is current.
+    fn own_has_run(&self) -> Result<bool> {
+        let _relaxed = Uncaptured::new(self.driver());
+        // SAFETY: the stream lives as long as this.
+        match unsafe { self.driver().cuStreamQuery(self.own.raw()) } {
+            Ok(()) => Ok(true),
+            Err(error) if error.status() == Some(CUresult::CUDA_ERROR_NOT_READY) => Ok(false),
+            Err(source) => Err(call_failed("waiting for a stream".into(), source)),
+        }
+    }
+
+    fn newest(&self) -> MutexGuard<'_, Last> {
+        self.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -181,20 +257,25 @@ mod tests {
     use crate::device::DeviceMemory;
     use crate::layout::StatusLayout;
     use crate::stream::EventRef;
+    use cuda_vmm::sys::Function;
     use cuda_vmm::{Cuda, Device};
-    use cuda_vmm_emu::{Config, Emulator};
+    use cuda_vmm_emu::{Config, Emulator, Faults};
 
     const PATIENCE: Duration = Duration::from_secs(20);
 
     /// Streams and events need no kernels: they are tested on the driver in software.
     fn on_emulator(body: impl FnOnce(&Device, &Queue)) {
+        on_emulator_with_faults(|device, queue, _| body(device, queue));
+    }
+
+    fn on_emulator_with_faults(body: impl FnOnce(&Device, &Queue, &Faults)) {
         let emulator = Emulator::new(Config::h200x2()).unwrap();
         let device = Cuda::with_driver(emulator.driver()).unwrap().device(0).unwrap();
         {
             let context = device.primary_context().unwrap();
             let status = StatusBlock::new(&context, StatusLayout::new(4)).unwrap();
             let reports = Arc::new(Reports::new(status, 0, PATIENCE));
-            body(&device, &Queue::new(&context, reports).unwrap());
+            body(&device, &Queue::new(&context, reports).unwrap(), emulator.faults());
         }
         drop(device);
         emulator.assert_empty();
@@ -216,13 +297,13 @@ mod tests {
             assert!(queue.is_idle());
             let first = queue.begin(&Order::default()).unwrap();
             blocked_by(queue, &memory, first.stream);
-            let first = queue.end(first).unwrap();
+            let first = first.end().unwrap();
             // The second is on another stream, and yet after the first.
             // SAFETY: the stream outlives its use here.
             let stream = Some(unsafe { StreamRef::from_raw(other.raw().cast()) });
             let second = queue.begin(&Order { stream, after: None }).unwrap();
             assert_eq!((second.stream, second.captured), (other.raw(), false));
-            let second = queue.end(second).unwrap();
+            let second = second.end().unwrap();
             assert!(!first.is_complete().unwrap() && !second.is_complete().unwrap() && !queue.is_idle());
             let error = queue.synchronize(Duration::from_millis(20)).unwrap_err();
             assert!(matches!(error, Error::StillRunning { rank: 0, .. }), "{error}");
@@ -242,12 +323,12 @@ mod tests {
             blocked_by(queue, &memory, producer.raw());
             let ready = {
                 let _bound = queue.context().bind().unwrap();
-                events.record(producer.raw(), false, queue.reports()).unwrap()
+                events.record(producer.raw(), queue.reports()).unwrap()
             };
             // SAFETY: the event was recorded and outlives its use.
             let after = Some(unsafe { EventRef::from_raw(ready.as_raw()) });
             let turn = queue.begin(&Order { stream: None, after }).unwrap();
-            let end = public(queue.end(turn).unwrap());
+            let end = public(turn.end().unwrap());
             assert!(!end.is_complete().unwrap());
             assert!(end.as_raw().is_some());
             memory.write(0, &1_u32.to_ne_bytes()).unwrap();
@@ -262,10 +343,54 @@ mod tests {
             let mut seen = std::collections::HashSet::new();
             for _ in 0..100 {
                 let turn = queue.begin(&Order::default()).unwrap();
-                seen.insert(queue.end(turn).unwrap().as_raw() as usize);
+                seen.insert(turn.end().unwrap().as_raw() as usize);
             }
             // One is the newest operation's, one is being dropped.
             assert!(seen.len() <= 2, "{} events", seen.len());
+        });
+    }
+
+    #[test]
+    fn work_without_a_recorded_end_is_not_forgotten() {
+        let refusal = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+        on_emulator_with_faults(|device, queue, faults| {
+            let memory = DeviceMemory::new(device, 4).unwrap();
+            memory.write(0, &[0; 4]).unwrap();
+            // No event: nothing was enqueued.
+            faults.fail_nth(Function::cuEventCreate, 1, refusal);
+            assert!(queue.begin(&Order::default()).is_err() && queue.is_idle());
+            // Given up half-way: what was enqueued counts.
+            let turn = queue.begin(&Order::default()).unwrap();
+            blocked_by(queue, &memory, turn.stream);
+            drop(turn);
+            assert!(!queue.is_idle());
+            memory.write(0, &1_u32.to_ne_bytes()).unwrap();
+            queue.synchronize(PATIENCE).unwrap();
+            assert!(queue.is_idle());
+            memory.write(0, &[0; 4]).unwrap();
+            // The end can't be recorded: on the own stream, all of it is waited for.
+            let turn = queue.begin(&Order::default()).unwrap();
+            blocked_by(queue, &memory, turn.stream);
+            faults.fail_nth(Function::cuEventRecord, 1, refusal);
+            assert!(turn.end().is_err() && !queue.is_idle());
+            let error = queue.synchronize(Duration::from_millis(20)).unwrap_err();
+            assert!(matches!(error, Error::StillRunning { rank: 0, .. }), "{error}");
+            let error = queue.begin(&Order::default()).err().unwrap();
+            assert!(matches!(error, Error::Broken { .. }), "{error}");
+            memory.write(0, &1_u32.to_ne_bytes()).unwrap();
+            queue.synchronize(PATIENCE).unwrap();
+            assert!(queue.is_idle());
+        });
+        // On another's stream nobody can say when it ends.
+        on_emulator_with_faults(|_, queue, faults| {
+            let other = Stream::new(queue.context()).unwrap();
+            // SAFETY: the stream outlives its use here.
+            let stream = Some(unsafe { StreamRef::from_raw(other.raw().cast()) });
+            let turn = queue.begin(&Order { stream, after: None }).unwrap();
+            faults.fail_nth(Function::cuEventRecord, 1, refusal);
+            drop(turn);
+            let error = queue.synchronize(PATIENCE).unwrap_err();
+            assert!(matches!(error, Error::StillRunning { .. }) && !queue.is_idle(), "{error}");
         });
     }
 
@@ -279,7 +404,7 @@ mod tests {
             let readback = Readback::new(queue.context(), queue.reports()).unwrap();
             let turn = queue.begin(&Order::default()).unwrap();
             blocked_by(queue, &memory, turn.stream);
-            queue.end(turn).unwrap();
+            turn.end().unwrap();
             // SAFETY: the numbers are written above and not again.
             unsafe {
                 assert_eq!(readback.numbers(memory.address() + 64, 4).unwrap(), [5, 6, 7, 8]);

@@ -132,7 +132,7 @@ mod tests {
             // SAFETY: the gate is there until it was opened and passed.
             unsafe { driver.cuStreamWaitValue32(stream.raw(), gate.address().get(), 1, 0) }.unwrap();
             let events = EventPool::new(context.clone());
-            let end = events.record(stream.raw(), false, &reports).unwrap();
+            let end = events.record(stream.raw(), &reports).unwrap();
             let open = || context.upload(&gate, 0, &1_u32.to_ne_bytes()).unwrap();
             body(&reports, &end, &open);
             open();

@@ -57,7 +57,8 @@ pub(crate) struct Queue {
     own: Stream,
     events: Arc<EventPool>,
     reports: Arc<Reports>,
-    /// The newest operation that was not captured.
+    /// The newest operation that was not captured. Whoever has the turn holds it: a result's copies may come from another thread than
+    /// the buffer's calls, and the order of waits is that of work and of events.
     last: Mutex<Last>,
 }
 
@@ -73,13 +74,14 @@ enum Last {
     Lost(usize),
 }
 
-/// One operation's turn: between [`Queue::begin`] and [`Turn::end`] its work is enqueued. A turn that is dropped was given up half-way: what it has
+/// One operation's turn: between [`Queue::begin`] and [`Turn::end`] its work is enqueued, and nobody else's. A turn that is dropped was given up half-way: what it has
 /// enqueued until then counts.
 pub(crate) struct Turn<'q> {
     pub(crate) stream: CUstream,
     /// The stream is being captured.
     pub(crate) captured: bool,
-    queue: &'q Queue,
+    context: &'q Context,
+    last: MutexGuard<'q, Last>,
     /// To be recorded at the end; made before anything is enqueued, so that only recording it can fail then.
     event: Option<CudaEvent>,
 }
@@ -93,15 +95,15 @@ impl Turn<'_> {
         self.record(event)
     }
 
-    fn record(&self, event: CudaEvent) -> Result<Arc<CudaEvent>> {
-        let bound = self.queue.context.bind();
+    fn record(&mut self, event: CudaEvent) -> Result<Arc<CudaEvent>> {
+        let bound = self.context.bind();
         let event = bound.map_err(Error::from).and_then(|_bound| {
             event.record(self.stream)?;
             Ok(Arc::new(event))
         });
         // What is captured does not run.
         if !self.captured {
-            *self.queue.newest() = match &event {
+            *self.last = match &event {
                 Ok(event) => Last::Ends(self.stream as usize, event.clone()),
                 Err(_) => Last::Lost(self.stream as usize),
             };
@@ -175,6 +177,7 @@ impl Queue {
         let stream = self.stream(order);
         let captured = self.captured(stream)?;
         let event = self.events.take(captured, &self.reports)?;
+        let last = self.newest();
         let failed = |source: CallError| call_failed("making a stream wait for an event".into(), source);
         if let Some(event) = &order.after {
             // SAFETY: the event is alive and was recorded (EventRef's promise), the stream is alive.
@@ -182,7 +185,7 @@ impl Queue {
         }
         // What is captured has no place after work that runs now: there the caller sees to the order.
         if !captured {
-            match &*self.newest() {
+            match &*last {
                 Last::Ends(before, end) if *before != stream as usize => {
                     // SAFETY: the event was recorded outside of a capture and is alive; so is the stream.
                     unsafe { self.driver().cuStreamWaitEvent(stream, end.raw(), 0) }.map_err(failed)?;
@@ -194,7 +197,7 @@ impl Queue {
                 _ => {}
             }
         }
-        Ok(Turn { stream, captured, queue: self, event: Some(event) })
+        Ok(Turn { stream, captured, context: &self.context, last, event: Some(event) })
     }
 
     /// Blocks until every operation so far has run.
@@ -260,6 +263,7 @@ mod tests {
     use cuda_vmm::sys::Function;
     use cuda_vmm::{Cuda, Device};
     use cuda_vmm_emu::{Config, Emulator, Faults};
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -334,6 +338,31 @@ mod tests {
             memory.write(0, &1_u32.to_ne_bytes()).unwrap();
             end.wait(PATIENCE).unwrap();
             assert!(end.is_complete().unwrap());
+        });
+    }
+
+    #[test]
+    fn turns_of_two_threads_do_not_overlap() {
+        on_emulator(|_, queue| {
+            let inside = AtomicUsize::new(0);
+            std::thread::scope(|scope| {
+                for _ in 0..2 {
+                    scope.spawn(|| {
+                        let own = Stream::new(queue.context()).unwrap();
+                        // SAFETY: the stream outlives its use here.
+                        let stream = Some(unsafe { StreamRef::from_raw(own.raw().cast()) });
+                        for _ in 0..200 {
+                            let turn = queue.begin(&Order { stream, after: None }).unwrap();
+                            assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0, "two have the turn");
+                            std::thread::yield_now();
+                            inside.fetch_sub(1, Ordering::SeqCst);
+                            turn.end().unwrap();
+                        }
+                        queue.synchronize(PATIENCE).unwrap();
+                    });
+                }
+            });
+            assert!(queue.is_idle());
         });
     }
 

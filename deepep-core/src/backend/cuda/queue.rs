@@ -169,7 +169,7 @@ impl Queue {
         Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 
-    /// Orders an operation after the event that it names, and after the one before it if that was on another stream. An error if some
+    /// Orders an operation after the event that it names, and after the one before it unless both are on the own stream. An error if some
     /// rank gave up before, or if it is not known when the operation before ends.
     pub(crate) fn begin(&self, order: &Order<'_>) -> Result<Turn<'_>> {
         self.reports.check()?;
@@ -186,7 +186,9 @@ impl Queue {
         // What is captured has no place after work that runs now: there the caller sees to the order.
         if !captured {
             match &*last {
-                Last::Ends(before, end) if *before != stream as usize => {
+                // Equal handles of others' streams can be different streams: one for each thread, or one that was made after another
+                // was destroyed.
+                Last::Ends(before, end) if *before != stream as usize || stream != self.own.raw() => {
                     // SAFETY: the event was recorded outside of a capture and is alive; so is the stream.
                     unsafe { self.driver().cuStreamWaitEvent(stream, end.raw(), 0) }.map_err(failed)?;
                 }
@@ -314,6 +316,26 @@ mod tests {
             memory.write(0, &1_u32.to_ne_bytes()).unwrap();
             queue.synchronize(PATIENCE).unwrap();
             assert!(first.is_complete().unwrap() && queue.is_idle());
+        });
+    }
+
+    #[test]
+    fn equal_handles_may_be_different_streams() {
+        on_emulator_with_faults(|_, queue, faults| {
+            let other = Stream::new(queue.context()).unwrap();
+            // SAFETY: the stream outlives its use here.
+            let stream = Some(unsafe { StreamRef::from_raw(other.raw().cast()) });
+            let waits = |order: &Order<'_>| {
+                let before = faults.calls(Function::cuStreamWaitEvent);
+                queue.begin(order).unwrap().end().unwrap();
+                faults.calls(Function::cuStreamWaitEvent) - before
+            };
+            let (own, others) = (Order::default(), Order { stream, after: None });
+            // The first has nothing before it, and the own stream keeps the order by itself.
+            let orders = [(&own, 0), (&own, 0), (&others, 1), (&others, 1), (&own, 1), (&own, 0)];
+            for (i, (order, expected)) in orders.into_iter().enumerate() {
+                assert_eq!(waits(order), expected, "operation {i}");
+            }
         });
     }
 

@@ -179,9 +179,8 @@ impl CudaBackend {
         let state = self.state();
         [RecordKind::BadExpert, RecordKind::DuplicateExpert].into_iter().find_map(|kind| {
             let record = self.reports().newest(kind)?;
-            let its = record.sequence == number;
-            let unheard = state.captured && record.sequence != state.told[kind as usize];
-            (its || unheard).then_some((kind, record))
+            let told = state.captured.then(|| state.told[kind as usize]);
+            concerns(record.sequence, number, told).then_some((kind, record))
         })
     }
 
@@ -231,6 +230,13 @@ impl CudaBackend {
             Problem::Capacity { what, rank, needed: rows, capacity }
         }
     }
+}
+
+/// Whether a record of bad ids, of the dispatch with that `sequence` number on the device, is news for the caller who asks about dispatch
+/// `number`. `told`: there if dispatches were captured, the newest record that was told; from then on the two count differently, and
+/// equal numbers say nothing.
+fn concerns(sequence: u32, number: u32, told: Option<u32>) -> bool {
+    told.map_or(sequence == number, |told| sequence != told)
 }
 
 /// The tag of a dispatch in the cells of exact counts: never 0, which says that nobody asks.
@@ -370,5 +376,24 @@ impl Drop for CudaBackend {
             "the buffer of rank {rank} was dropped while an operation was running; its {bytes} bytes stay until the process ends (close it, or \
              wait for the operation first)"
         ));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_are_not_blamed_for_ids_of_replays() {
+        // Host and device count the same.
+        assert!(concerns(5, 5, None) && !concerns(5, 6, None));
+        // Dispatch 1 was captured and replayed; ids were bad in the fifth replay. Whoever asks first hears of it, and nobody again: not
+        // even the call that happens to have that number.
+        assert!(concerns(5, 2, Some(0)));
+        for number in 2..10 {
+            assert!(!concerns(5, number, Some(5)), "{number}");
+        }
+        // The next one is news again.
+        assert!(concerns(9, 3, Some(5)));
     }
 }

@@ -232,12 +232,14 @@ impl ElasticBuffer {
 
     /// Waits until every rank has come here and its work has run, then gives the memory back (results and handles that still exist
     /// keep it). Collective. Dropping a buffer instead gives back this rank's part without waiting for anybody; if an operation is still running on
-    /// its GPU, the memory stays until the process ends.
+    /// its GPU, or some were captured in CUDA graphs, the memory stays until the process ends.
+    ///
+    /// Graphs with operations of the buffer have run when this is called, and are not launched again: that can't be seen from here.
     ///
     /// # Errors
     /// Those of the bootstrap; the memory is given back all the same.
     pub fn close(self) -> Result<()> {
-        let ran = self.shared.backend.synchronize(self.shared.config.timeout);
+        let ran = self.shared.backend.close();
         agree(&*self.bootstrap, "closing the buffer", ran)
     }
 

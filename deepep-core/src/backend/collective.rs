@@ -1,7 +1,5 @@
 //! What runs collectives: one trait, like [`Backend`](super::Backend) for dispatch and combine.
 
-use std::time::Duration;
-
 use super::Order;
 use crate::config::BackendKind;
 use crate::error::Result;
@@ -47,8 +45,9 @@ pub(crate) trait CollectiveBackend: Send + Sync {
     /// The addresses are those of tensors of the call's sizes, which stay what they are until the call has run; nobody else uses them
     /// meanwhile. They are the same tensor, or the same part of one, or do not overlap.
     unsafe fn run(&self, call: CollectiveCall<'_>) -> Result<Result<Event>>;
-    /// Blocks until everything enqueued so far has run.
-    fn synchronize(&self, timeout: Duration) -> Result<()>;
+    /// Blocks until everything enqueued so far has run, as long as that can take. There will be no more calls, and no graph runs what was
+    /// captured: the memory may be given back.
+    fn close(&self) -> Result<()>;
     /// The stream of calls for which the caller gives none.
     fn stream(&self) -> Option<StreamRef<'_>>;
 }

@@ -216,6 +216,9 @@ pub(crate) trait Backend: Send + Sync {
     unsafe fn copy(&self, copy: Copy2d, order: Order<'_>) -> Result<Event>;
     /// Blocks until everything enqueued so far has run.
     fn synchronize(&self, timeout: Duration) -> Result<()>;
+    /// Blocks until everything enqueued so far has run, as long as that can take. There will be no more calls, and no graph runs what was
+    /// captured: the memory may be given back.
+    fn close(&self) -> Result<()>;
     /// The stream of operations for which the caller gives none.
     fn stream(&self) -> Option<StreamRef<'_>>;
 }

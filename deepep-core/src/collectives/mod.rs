@@ -218,13 +218,16 @@ impl Collectives {
     }
 
     /// Waits until every rank has come here and its work has run, then gives the memory back. Collective. Dropping instead gives back this
-    /// rank's part without waiting for anybody.
+    /// rank's part without waiting for anybody; if one is still running on its GPU, or some were captured in CUDA graphs, the memory stays until
+    /// the process ends.
+    ///
+    /// Graphs with collectives of these have run when this is called, and are not launched again: that can't be seen from here.
     ///
     /// # Errors
     /// Those of the bootstrap; the memory is given back all the same.
     pub fn close(self) -> Result<()> {
         let Self { backend, multicast, timeout, bootstrap, .. } = self;
-        let ended = agree(&*bootstrap, "closing collectives", backend.synchronize(timeout));
+        let ended = agree(&*bootstrap, "closing collectives", backend.close());
         drop(backend);
         match multicast {
             // As if dropped: some rank may still use the address.

@@ -357,6 +357,10 @@ impl Backend for CudaBackend {
         self.queue().synchronize(timeout)
     }
 
+    fn close(&self) -> Result<()> {
+        self.queue().close()
+    }
+
     fn stream(&self) -> Option<StreamRef<'_>> {
         Some(self.queue().own())
     }
@@ -366,15 +370,14 @@ impl Drop for CudaBackend {
     fn drop(&mut self) {
         // A kernel may still read and write the heap, and wait for ranks that will not come. Waiting for it here could take as long as
         // its timeout: what it uses stays for as long as the process.
-        if self.parts.queue.is_idle() {
+        let Some(why) = self.queue().in_use() else {
             // SAFETY: dropped once, here, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.parts) };
             return;
-        }
+        };
         let (rank, bytes) = (self.parts.heap.rank(), self.parts.heap.bytes());
         left_behind::say(format_args!(
-            "the buffer of rank {rank} was dropped while an operation was running; its {bytes} bytes stay until the process ends (close it, or \
-             wait for the operation first)"
+            "the buffer of rank {rank} was dropped while {why}; its {bytes} bytes stay until the process ends"
         ));
     }
 }

@@ -214,8 +214,8 @@ impl CollectiveBackend for CudaCollectives {
         Ok(Ok(public(turn.end()?)))
     }
 
-    fn synchronize(&self, timeout: Duration) -> Result<()> {
-        self.parts.queue.synchronize(timeout)
+    fn close(&self) -> Result<()> {
+        self.parts.queue.close()
     }
 
     fn stream(&self) -> Option<StreamRef<'_>> {
@@ -226,16 +226,15 @@ impl CollectiveBackend for CudaCollectives {
 impl Drop for CudaCollectives {
     fn drop(&mut self) {
         // As the other operations': what a kernel that may still run uses stays for as long as the process.
-        if self.parts.queue.is_idle() {
+        let Some(why) = self.parts.queue.in_use() else {
             // SAFETY: dropped once, here, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.parts) };
             return;
-        }
+        };
         let rank = self.parts.queue.reports().rank();
         let bytes = self.parts.group.as_ref().map_or(0, |group| group.heap.bytes());
         left_behind::say(format_args!(
-            "the collectives of rank {rank} were dropped while one was running; their {bytes} bytes stay until the process ends (close them, or \
-             wait for the event first)"
+            "the collectives of rank {rank} were dropped while {why}; their {bytes} bytes stay until the process ends"
         ));
     }
 }

@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -60,6 +61,9 @@ pub(crate) struct Queue {
     /// The newest operation that was not captured. Whoever has the turn holds it: a result's copies may come from another thread than
     /// the buffer's calls, and the order of waits is that of work and of events.
     last: Mutex<Last>,
+    /// Something was captured: graphs may use the same memory at any time.
+    captures: AtomicBool,
+    closed: AtomicBool,
 }
 
 /// What is known of the end of the newest operation.
@@ -126,7 +130,8 @@ impl Drop for Turn<'_> {
 impl Queue {
     pub(crate) fn new(context: &Context, reports: Arc<Reports>) -> Result<Self> {
         let (own, events) = (Stream::new(context)?, EventPool::new(context.clone()));
-        Ok(Self { context: context.clone(), own, events, reports, last: Mutex::default() })
+        let (captures, closed) = (AtomicBool::new(false), AtomicBool::new(false));
+        Ok(Self { context: context.clone(), own, events, reports, last: Mutex::default(), captures, closed })
     }
 
     pub(crate) fn context(&self) -> &Context {
@@ -199,6 +204,9 @@ impl Queue {
                 _ => {}
             }
         }
+        if captured {
+            self.captures.store(true, Ordering::Release);
+        }
         Ok(Turn { stream, captured, context: &self.context, last, event: Some(event) })
     }
 
@@ -233,6 +241,22 @@ impl Queue {
         }
     }
 
+    /// Blocks until every operation so far has run. The caller says that no graph will run what was captured.
+    pub(crate) fn close(&self) -> Result<()> {
+        self.closed.store(true, Ordering::Release);
+        self.synchronize(self.reports.patience())
+    }
+
+    /// Why the memory that operations use can't be given back, and what its owner has to do first.
+    pub(crate) fn in_use(&self) -> Option<&'static str> {
+        if !self.is_idle() {
+            return Some("an operation was running (close first, or wait for the operation)");
+        }
+        // Whether a graph runs can't be seen from here.
+        let graphs = self.captures.load(Ordering::Acquire) && !self.closed.load(Ordering::Acquire);
+        graphs.then_some("CUDA graphs may run operations (destroy the graphs when they have run, then close)")
+    }
+
     /// Whether all work of the own stream has run; it comes after every operation before. The context is current.
     fn own_has_run(&self) -> Result<bool> {
         let _relaxed = Uncaptured::new(self.driver());
@@ -265,7 +289,7 @@ mod tests {
     use cuda_vmm::sys::Function;
     use cuda_vmm::{Cuda, Device};
     use cuda_vmm_emu::{Config, Emulator, Faults};
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::atomic::AtomicUsize;
 
     const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -442,6 +466,28 @@ mod tests {
             drop(turn);
             let error = queue.synchronize(PATIENCE).unwrap_err();
             assert!(matches!(error, Error::StillRunning { .. }) && !queue.is_idle(), "{error}");
+        });
+    }
+
+    #[test]
+    fn what_was_captured_holds_the_memory_until_closed() {
+        on_emulator(|device, queue| {
+            let memory = DeviceMemory::new(device, 4).unwrap();
+            memory.write(0, &[0; 4]).unwrap();
+            assert_eq!(queue.in_use(), None);
+            let turn = queue.begin(&Order::default()).unwrap();
+            blocked_by(queue, &memory, turn.stream);
+            turn.end().unwrap();
+            assert!(queue.in_use().unwrap().contains("was running"));
+            memory.write(0, &1_u32.to_ne_bytes()).unwrap();
+            queue.synchronize(PATIENCE).unwrap();
+            assert_eq!(queue.in_use(), None);
+            // The driver in software captures nothing: as `begin` does on a stream that is being captured.
+            queue.captures.store(true, Ordering::Release);
+            queue.synchronize(PATIENCE).unwrap();
+            assert!(queue.in_use().unwrap().contains("graphs"));
+            queue.close().unwrap();
+            assert_eq!(queue.in_use(), None);
         });
     }
 

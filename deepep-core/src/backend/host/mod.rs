@@ -153,6 +153,10 @@ impl Backend for HostBackend {
         Ok(())
     }
 
+    fn close(&self) -> Result<()> {
+        Ok(())
+    }
+
     fn stream(&self) -> Option<StreamRef<'_>> {
         None
     }

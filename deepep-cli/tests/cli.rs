@@ -155,6 +155,32 @@ fn doctor_finds_the_main_job_ready() {
     assert!(out.contains("main job\n  yes dispatch and combine on 2 ranks"), "{out}");
 }
 
+/// Nobody measures CPUs for GPUs without being told.
+#[test]
+fn who_falls_back_to_cpus_says_why() {
+    let run: Vec<&str> = small(&["--ranks", "1", "--rounds", "1", "--json"]);
+    // Without `--backend host`, which asks for CPUs.
+    let chosen: Vec<&str> =
+        run.iter().copied().filter(|word| !["--backend", "host"].contains(word)).collect();
+    let notes = |arguments: &[&str]| {
+        let value: Value = serde_json::from_str(&verdict(arguments)).unwrap();
+        let notes = value["notes"].as_array().unwrap().clone();
+        notes.iter().filter_map(|note| note.as_str()).collect::<Vec<_>>().join("\n")
+    };
+    assert!(!notes(&run).contains("emulated"), "it was asked for");
+    let doctor = text(&deepep(&["doctor"]).stdout);
+    match deepep_core::BackendKind::Cuda.resolve() {
+        Err(why) => {
+            assert!(notes(&chosen).contains(&format!("ranks are emulated on CPUs: {why}")));
+            assert!(
+                doctor.contains("host backend, ") && doctor.contains(&format!("since {why}")),
+                "{doctor}"
+            );
+        }
+        Ok(_) => assert!(!notes(&chosen).contains("emulated") && doctor.contains("cuda backend, ")),
+    }
+}
+
 /// A rank that dies takes the run down with an error that names it, in time, and no process stays behind.
 #[test]
 fn a_rank_that_dies_is_reported() {

@@ -54,7 +54,15 @@ impl Handle {
 /// Symmetric memory of all ranks of a host, and dispatch, combine and barrier on it.
 ///
 /// A buffer belongs to one rank; every rank has one, built with the same settings. Its operations are collective: all ranks call the same ones
-/// in the same order, which is why they take `&mut self`. Results and handles keep the memory alive, not the buffer.
+/// in the same order, which is why they take `&mut self`. Results and handles keep the memory alive, not the buffer. On GPUs the operations
+/// of several buffers follow [one order](crate#several-buffers) on each device.
+///
+/// # CUDA graphs
+///
+/// A buffer whose calls were captured is neither dropped nor closed before the graph is destroyed and its last replay has run, nor are its
+/// results and handles: the buffer does not know of replays. [The rules](crate#cuda-graphs) are on the crate's first page.
+///
+/// # Example
 ///
 /// Two ranks, here threads of one process on the host backend, send each other tokens:
 ///
@@ -235,6 +243,8 @@ impl ElasticBuffer {
     /// its GPU, or some were captured in CUDA graphs, the memory stays until the process ends.
     ///
     /// Graphs with operations of the buffer have run when this is called, and are not launched again: that can't be seen from here.
+    ///
+    /// Replays of [graphs](crate#cuda-graphs) are not among the work that either looks at: they have run, and the graphs are destroyed, before.
     ///
     /// # Errors
     /// Those of the bootstrap; the memory is given back all the same.

@@ -70,7 +70,11 @@ impl Drop for Lease {
 
 /// What combine and a cached dispatch need of an earlier dispatch. Cheap to clone; its slot is free when the last clone is gone.
 ///
-/// A handle belongs to the buffer that made it and keeps that buffer's memory alive.
+/// A handle belongs to the buffer that made it and keeps that buffer's memory alive. Its tables can be given to that buffer's operations, and to nobody
+/// else's ([`ForeignView`](Error::ForeignView)).
+///
+/// The last clone of a handle that a captured call made or used is dropped when the graph is destroyed and its last replay has run: the graph's
+/// kernels read and write its slot ([CUDA graphs](crate#cuda-graphs)).
 #[derive(Clone)]
 pub struct Handle(pub(crate) Arc<HandleInner>);
 
@@ -142,7 +146,7 @@ impl Handle {
         let shared = &lease.shared;
         let address = shared.heap.base() + (shared.layout.handles.at(lease.slot) + offset) as u64;
         // SAFETY: the layout fits the slot (checked when the handle was made), the slot lies in this rank's heap, which the handle
-        // keeps mapped, and no call writes the slot while the handle exists.
+        // keeps mapped, and no call writes the slot while the handle exists. As for results, no work but this buffer's gets the view.
         unsafe { TensorRef::heap(address, shared.site.home(), dtype, shape) }
     }
 }
@@ -163,7 +167,11 @@ impl fmt::Debug for Handle {
 ///
 /// The views stay as they are until this is dropped; then a later dispatch may reuse the memory. On the CUDA backend, work that reads them must be enqueued on the
 /// dispatches' stream, or ordered before the stream's next dispatch by an event, before this is dropped; and it must have run before the buffer and the
-/// last of its results and handles are dropped, which give the memory back.
+/// last of its results and handles are dropped, which give the memory back. Operations of this buffer keep to that order by themselves; other
+/// buffers' operations and collectives refuse the views ([`ForeignView`](Error::ForeignView)): [copy](Self::copy_out) them for those.
+///
+/// The result of a captured dispatch is dropped when the graph is destroyed and its last replay has run, since every replay writes this slot ([CUDA
+/// graphs](crate#cuda-graphs)). Its views show what the newest replay delivered.
 pub struct Dispatched {
     pub(crate) lease: Lease,
     pub(crate) handle: Handle,
@@ -305,7 +313,8 @@ impl Dispatched {
 
     fn view(&self, offset: usize, dtype: DType, shape: [usize; 2]) -> TensorRef<'_> {
         // SAFETY: the layout fits the slot (checked when the call was planned), the slot lies in this rank's heap, which the lease keeps
-        // mapped, and no call writes the slot while the lease exists.
+        // mapped, and no call writes the slot while the lease exists. Work that was enqueued with the view is this buffer's (others refuse it),
+        // whose next call and whose end come after it.
         unsafe { TensorRef::heap(self.address(offset), self.lease.shared.site.home(), dtype, shape) }
     }
 }

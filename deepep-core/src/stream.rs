@@ -43,7 +43,10 @@ impl EventRef<'_> {
     /// Borrows an event (`CUevent`).
     ///
     /// # Safety
-    /// The event must exist for as long as `'a` and have been recorded.
+    /// The event must exist for as long as `'a` and have been recorded, on a stream of any device of the process. For a call on a stream that is
+    /// being captured it must have been recorded in that same capture, and for any other call outside of captures.
+    ///
+    /// The `CUevent` of an [`Event`] exists, and means its operation, while that or a clone of it does.
     pub unsafe fn from_raw(raw: *mut c_void) -> Self {
         Self { raw, owner: PhantomData }
     }
@@ -93,6 +96,9 @@ impl Event {
     }
 
     /// The `CUevent` to make other streams wait for; `None` if the operation has run already.
+    ///
+    /// It stands for this operation as long as this event or a clone of it exists: afterwards it is recorded again, for another one. A wait that was
+    /// enqueued before that (`cuStreamWaitEvent`) stays what it was. The event of a captured call means something inside of that capture only.
     pub fn as_raw(&self) -> Option<*mut c_void> {
         self.0.as_ref().map(|event| event.as_raw())
     }

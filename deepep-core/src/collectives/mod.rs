@@ -26,7 +26,8 @@ use crate::tensor::{DType, Extent, TensorMut, TensorRef};
 /// Collectives among the ranks of a host, on tensors anywhere in the memory of their backend.
 ///
 /// They belong to one rank; every rank has them, built with the same settings. All ranks make the same calls in the same order, which is why
-/// the calls take `&mut self`. Values travel through symmetric memory of their own.
+/// the calls take `&mut self`. Values travel through symmetric memory of their own. On GPUs their calls and the operations of buffers follow [one
+/// order](crate#several-buffers) on each device; what holds for [graphs](crate#cuda-graphs) of a buffer's calls holds for these.
 ///
 /// Sums are in single precision and in rank order, with one rounding at the end: every rank gets the same bits, on every backend.
 ///

@@ -1,0 +1,309 @@
+//! Ranks in host memory, with the plans of a GPU's kernels.
+
+use std::ffi::c_void;
+
+use super::super::super::combine::{CombineArguments, CombineNumbers};
+use super::super::super::dispatch::{DispatchArguments, DispatchNumbers};
+use super::super::super::grid::Limits;
+use super::super::super::{CombineLaunch, DispatchLaunch, LaunchShape, Setting, domain};
+use super::super::check::{self, POISON, Slots};
+use super::super::input::{self, Case, Input};
+use super::super::machine::Outcome;
+use super::super::{HANDLE_SLOTS, OUTPUT_SLOTS, Round, oracle};
+use super::kernels::{Kernels, Launch};
+use crate::jit::Program;
+use crate::layout::{
+    HandleLayout, HeapConfig, HeapLayout, OutputLayout, Placement, RecordKind, StatusRecord, WorkspaceLayout,
+};
+
+/// Deadline of a wait, in turns of the runtime.
+const TURNS: u64 = 40_000_000;
+
+/// Memory at an address that is a multiple of 4096.
+pub(super) struct Memory {
+    pages: Vec<Page>,
+    bytes: usize,
+}
+
+#[derive(Clone, Copy)]
+#[repr(align(4096))]
+#[expect(dead_code, reason = "seen as bytes only")]
+pub(super) struct Page([u8; 4096]);
+
+impl Memory {
+    pub(super) fn new(bytes: usize, value: u8) -> Self {
+        Self { pages: vec![Page([value; 4096]); bytes.div_ceil(4096).max(1)], bytes }
+    }
+
+    pub(super) fn of(bytes: &[u8]) -> Self {
+        let mut memory = Self::new(bytes.len(), 0);
+        memory.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
+        memory
+    }
+
+    pub(super) fn address(&self) -> u64 {
+        self.pages.as_ptr() as u64
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        // SAFETY: the pages are initialised bytes without padding; kernels write to them only while nobody holds this slice.
+        unsafe { std::slice::from_raw_parts(self.pages.as_ptr().cast::<u8>(), self.bytes) }
+    }
+
+    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above.
+        unsafe { std::slice::from_raw_parts_mut(self.pages.as_mut_ptr().cast::<u8>(), self.bytes) }
+    }
+}
+
+/// What one rank gives and gets in one round.
+pub(super) struct Tensors {
+    x: Memory,
+    scales: Memory,
+    experts: Memory,
+    weights: Memory,
+    rows: Memory,
+    biases: Vec<Memory>,
+    out: Memory,
+    out_weights: Memory,
+}
+
+impl Tensors {
+    pub(super) fn new(case: &Case, round: &Round, r: usize) -> Self {
+        let input = &round.inputs[r];
+        let halves = |values: &[u16]| Memory::of(&input::bytes_of(values, u16::to_le_bytes));
+        Self {
+            x: Memory::of(&input.x),
+            scales: Memory::of(&input.scale_bytes(case)),
+            experts: Memory::of(&input.expert_bytes(case.index)),
+            weights: Memory::of(&input::bytes_of(&input.weights, f32::to_le_bytes)),
+            rows: halves(&round.rows[r]),
+            biases: round.biases[r].iter().map(|b| halves(b)).collect(),
+            out: Memory::new(input.tokens * case.hidden * 2, POISON),
+            out_weights: Memory::new(input.tokens * case.topk * 4, POISON),
+        }
+    }
+}
+
+/// Ranks with heaps, and their plans.
+pub(super) struct Ranks<'a> {
+    /// Of each rank; the same, where ranks make the same calls.
+    pub(super) cases: Vec<&'a Case>,
+    layout: HeapLayout,
+    heaps: Vec<Memory>,
+    statuses: Vec<Memory>,
+    plans: Vec<(DispatchNumbers, CombineNumbers)>,
+    /// Of the ranks' calls.
+    pub(super) digests: Vec<u32>,
+}
+
+pub(super) enum Arguments {
+    Dispatch(DispatchArguments),
+    Combine(CombineArguments),
+}
+
+impl Arguments {
+    pub(super) fn address(&self) -> *const c_void {
+        match self {
+            Self::Dispatch(DispatchArguments::Rows(p)) => std::ptr::from_ref(p).cast(),
+            Self::Dispatch(DispatchArguments::Packets(p)) => std::ptr::from_ref(p).cast(),
+            Self::Combine(CombineArguments::Rows(p)) => std::ptr::from_ref(p).cast(),
+            Self::Combine(CombineArguments::Packets(p)) => std::ptr::from_ref(p).cast(),
+        }
+    }
+}
+
+pub(super) type Call = (Program, LaunchShape, Box<Arguments>);
+
+impl<'a> Ranks<'a> {
+    /// Ranks that have run `epoch` calls of each kind.
+    pub(super) fn new(case: &'a Case, limits: Limits, epoch: u32) -> Outcome<Self> {
+        Self::of(&vec![case; case.ranks], limits, epoch)
+    }
+
+    /// Ranks that make different calls, perhaps.
+    pub(super) fn of(cases: &[&'a Case], limits: Limits, epoch: u32) -> Outcome<Self> {
+        let case = cases[0];
+        let config = HeapConfig {
+            dispatch: cases.iter().map(|case| case.dispatch_shape()).collect(),
+            combine: cases.iter().map(|case| case.combine_shape()).collect(),
+            output_slots: OUTPUT_SLOTS,
+            handle_slots: HANDLE_SLOTS,
+            receive_sets: case.sets,
+            packets: case.packets,
+        };
+        let layout = HeapLayout::new(&config)?;
+        let heap = |_| {
+            let mut heap = Memory::new(layout.bytes, POISON);
+            let w = &layout.workspace;
+            heap.bytes_mut()[..w.bytes].fill(0);
+            let epochs = (w.epochs..w.tickets).step_by(4);
+            let lines = |from: usize, count: usize| (0..count).map(move |n| from + n * WorkspaceLayout::LINE);
+            let begun = w.packets.iter().flat_map(|p| lines(p.begun, 4 * case.ranks));
+            // The upper halves of words that say when a rank has begun.
+            let begun = begun.chain(lines(w.started, 2 * case.ranks)).map(|at| at + 4);
+            for at in epochs.chain(begun) {
+                heap.bytes_mut()[at..at + 4].copy_from_slice(&epoch.to_le_bytes());
+            }
+            heap
+        };
+        let heaps: Vec<Memory> = (0..case.ranks).map(heap).collect();
+        let statuses: Vec<Memory> = (0..case.ranks).map(|_| Memory::new(layout.status.bytes, 0)).collect();
+        let bases: Vec<u64> = heaps.iter().map(Memory::address).collect();
+        let plan = |r: usize| -> Outcome<_> {
+            // The runtime's clock counts turns.
+            let turns = std::time::Duration::from_nanos(TURNS);
+            let domain = domain(&layout.workspace, r, &bases, statuses[r].address(), turns);
+            let setting = Setting { layout, domain, limits, combine_roles: case.roles };
+            let (dispatch, combine) = (cases[r].dispatch_shape(), cases[r].combine_shape());
+            Ok((setting.dispatch(&dispatch)?, setting.combine(&combine, &dispatch)?))
+        };
+        let plans = (0..case.ranks).map(plan).collect::<Outcome<_>>()?;
+        let (cases, digests) = (cases.to_vec(), vec![55; case.ranks]);
+        Ok(Self { cases, layout, heaps, statuses, plans, digests })
+    }
+
+    /// The phase and the peer of the records in which all ranks say that they gave up.
+    pub(super) fn gave_up(&self) -> Vec<(u32, u32)> {
+        let record = |status: &Memory| {
+            let at = self.layout.status.record(RecordKind::Abort);
+            // SAFETY: as in `run`.
+            let record: StatusRecord =
+                unsafe { status.bytes().as_ptr().add(at).cast::<StatusRecord>().read() };
+            (record.phase, record.peer)
+        };
+        self.statuses.iter().map(record).collect()
+    }
+
+    pub(super) fn dispatch(&self, r: usize, t: &Tensors, output: usize, handle: usize, cached: bool) -> Call {
+        let case = self.cases[r];
+        let (row, pack) =
+            if case.scales_by_column { (1, case.tokens[r] as i64) } else { (case.scale_packs as i64, 1) };
+        let call = DispatchLaunch {
+            x: t.x.address(),
+            scales: if case.scale_packs > 0 { t.scales.address() } else { 0 },
+            scale_row_stride: row,
+            scale_pack_stride: pack,
+            topk_idx: if cached { 0 } else { t.experts.address() },
+            weights: if case.weights { t.weights.address() } else { 0 },
+            tokens: case.tokens[r],
+            output_slot: output,
+            handle_slot: handle,
+            zero_padding: case.zero_padding,
+            digest: self.digests[r] + 22 + u32::from(cached),
+            ..DispatchLaunch::default()
+        };
+        let numbers = &self.plans[r].0;
+        let (shape, arguments) = numbers.call(&call);
+        (numbers.program(), shape, Box::new(Arguments::Dispatch(arguments)))
+    }
+
+    pub(super) fn combine(&self, r: usize, t: &Tensors, output: usize, handle: usize) -> Call {
+        let case = self.cases[r];
+        let slot = self.heaps[r].address() + self.layout.outputs.at(output) as u64;
+        let o = OutputLayout::new(&case.dispatch_shape());
+        let weights = match case.placement {
+            Placement::Plain => o.lane_weight,
+            Placement::Expanded => o.row_weight,
+        };
+        let back = case.weights_go_back();
+        let bias = |b: usize| t.biases.get(b).map_or(0, Memory::address);
+        let call = CombineLaunch {
+            x: t.rows.address(),
+            weights: if back { slot + weights as u64 } else { 0 },
+            biases: [bias(0), bias(1)],
+            out: t.out.address(),
+            out_weights: if back { t.out_weights.address() } else { 0 },
+            tokens: case.tokens[r],
+            handle_slot: handle,
+            digest: self.digests[r],
+        };
+        let numbers = &self.plans[r].1;
+        let (shape, arguments) = numbers.call(&call);
+        (numbers.program(), shape, Box::new(Arguments::Combine(arguments)))
+    }
+
+    pub(super) fn run(&self, kernels: &Kernels, seed: u64, calls: &[Vec<Call>]) -> Outcome {
+        let launch = |(program, shape, arguments): &Call| {
+            Ok(Launch {
+                kernel: kernels.kernel(*program)?,
+                params: arguments.address(),
+                blocks: shape.blocks as u32,
+                threads: shape.threads as u32,
+                shared_bytes: shape.shared_bytes as u32,
+            })
+        };
+        let launches: Outcome<Vec<Vec<Launch>>> =
+            calls.iter().map(|all| all.iter().map(launch).collect()).collect();
+        kernels.run(seed, &launches?)?;
+        for (r, status) in self.statuses.iter().enumerate() {
+            let at = self.layout.status.record(RecordKind::Abort);
+            // SAFETY: the record lies in the status block, which nobody writes any more.
+            let record: StatusRecord =
+                unsafe { status.bytes().as_ptr().add(at).cast::<StatusRecord>().read() };
+            if record.sequence != 0 {
+                return Err(format!("rank {r} gave up: {record:?}").into());
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn slots(&self, r: usize, output: usize, handle: usize) -> Slots {
+        let shape = self.cases[r].dispatch_shape();
+        let part = |offset: usize, bytes: usize| self.heaps[r].bytes()[offset..offset + bytes].to_vec();
+        Slots {
+            output: part(self.layout.outputs.at(output), OutputLayout::new(&shape).bytes),
+            handle: part(
+                self.layout.handles.at(handle),
+                HandleLayout::new(&shape, self.cases[r].in_packets()).bytes,
+            ),
+        }
+    }
+
+    /// The same calls as a round on GPUs, with no wait between the ranks.
+    pub(super) fn round(&mut self, kernels: &Kernels, seed: u64) -> Outcome {
+        let case = self.cases[0];
+        let inputs = |seed| (0..case.ranks).map(|r| Input::new(case, r, seed)).collect::<Vec<_>>();
+        let rounds = [Round::new(case, inputs(seed), seed), Round::new(case, inputs(!seed), !seed)];
+        let refreshed: Vec<Input> =
+            rounds[0].inputs.iter().enumerate().map(|(r, i)| i.refreshed(case, r, !seed)).collect();
+        let from = self.layout.handles.offset;
+        self.heaps.iter_mut().for_each(|heap| heap.bytes_mut()[from..].fill(POISON));
+        let tensors: Vec<[Tensors; 2]> =
+            (0..case.ranks).map(|r| [0, 1].map(|n| Tensors::new(case, &rounds[n], r))).collect();
+        let calls: Vec<Vec<Call>> = tensors
+            .iter()
+            .enumerate()
+            .map(|(r, [first, second])| {
+                vec![
+                    self.dispatch(r, first, 0, 0, false),
+                    self.combine(r, first, 0, 0),
+                    self.dispatch(r, second, 1, 0, true),
+                    self.dispatch(r, second, 2, 1, false),
+                    self.combine(r, second, 2, 1),
+                ]
+            })
+            .collect();
+        self.run(kernels, seed, &calls)?;
+        for (r, tensors) in tensors.iter().enumerate() {
+            let dispatched = [
+                ("first", 0, 0, &rounds[0], &rounds[0].inputs, false),
+                ("cached", 1, 0, &rounds[0], &refreshed, true),
+                ("second", 2, 1, &rounds[1], &rounds[1].inputs, false),
+            ];
+            for (name, output, handle, round, inputs, cached) in dispatched {
+                let slots = self.slots(r, output, handle);
+                check::dispatched(case, r, &slots, &round.received, inputs, cached)
+                    .map_err(|e| format!("{name} dispatch, rank {r}: {e}"))?;
+            }
+            for (round, t) in rounds.iter().zip(tensors) {
+                let (received, input) = (&round.received, &round.inputs[r]);
+                let want = oracle::combine(case, received, input, r, &round.rows, &round.biases[r]);
+                let weights = case.weights_go_back().then(|| t.out_weights.bytes());
+                check::combined(case, t.out.bytes(), &want, weights, input)
+                    .map_err(|e| format!("combine, rank {r}: {e}"))?;
+            }
+        }
+        Ok(())
+    }
+}

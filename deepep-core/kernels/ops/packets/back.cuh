@@ -73,7 +73,11 @@ struct GroupSum {
 // Sum of the rows that the lanes in `which` hold, in ascending order; the bits of a single one. Whole warp.
 DEVICE Group sum_rows(const Back& b, i32 row, u32 which, u32 g) {
     // Loaded together: as many as registers hold.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+    constexpr u32 ROWS = 3;
+#else
     constexpr u32 ROWS = RANKS == 2 ? 4 : 3;
+#endif
     const u32 words = b.words(g);
     // In the plain layout all lanes name the same row.
     if (!EXPANDED || (which & (which - 1)) == 0) {

@@ -19,6 +19,7 @@ mod pinned;
 mod queue;
 mod reports;
 mod status;
+mod stream;
 mod wait;
 
 #[cfg(test)]
@@ -41,8 +42,8 @@ pub(crate) use collective_backend::{CollectiveOptions, CudaCollectives};
 use combine::{CombineLaunch, CombinePlan};
 use dispatch::{DispatchLaunch, DispatchPlan};
 pub(crate) use gpu::{Gpu, capability, capable, require_capable};
-pub(crate) use queue::Stream;
 use status::StatusBlock;
+pub(crate) use stream::Stream;
 pub(crate) use wait::{Uncaptured, until};
 
 pub(crate) use self::grid::CombineRoles;

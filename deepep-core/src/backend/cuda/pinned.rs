@@ -9,8 +9,8 @@ use cuda_vmm::sys::CallError;
 
 use super::call_failed;
 use super::events::EventPool;
-use super::queue::Stream;
 use super::reports::Reports;
+use super::stream::Stream;
 use crate::error::{Error, Result};
 
 /// `cuMemHostAlloc` flags: usable from every context, and mapped for devices.

@@ -1,56 +1,21 @@
 //! Where operations are enqueued: the caller's stream or the rank's own, in the order in which they are called.
 
 use std::ffi::c_void;
-use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use cuda_vmm::Context;
-use cuda_vmm::sys::{CUresult, CUstream, CUstream_flags, CUstreamCaptureStatus, CallError, Driver};
+use cuda_vmm::sys::{CUresult, CUstream, CUstreamCaptureStatus, CallError, Driver};
 
 use super::call_failed;
 use super::events::{CudaEvent, EventPool};
 use super::reports::Reports;
+use super::stream::Stream;
 use super::wait::{Uncaptured, until};
 use crate::backend::Order;
 use crate::error::{Error, Result};
 use crate::stream::{Event, EventSource, StreamRef};
-
-/// A stream of this crate's, independent of the device's default stream.
-pub(crate) struct Stream {
-    context: Context,
-    raw: CUstream,
-}
-
-// SAFETY: streams may be used from any thread; the handle is an address that is never dereferenced here.
-unsafe impl Send for Stream {}
-// SAFETY: as above; calls on it are thread-safe in the driver.
-unsafe impl Sync for Stream {}
-
-impl Stream {
-    pub(crate) fn new(context: &Context) -> Result<Self> {
-        let _bound = context.bind()?;
-        let mut raw = ptr::null_mut();
-        let flags = CUstream_flags::CU_STREAM_NON_BLOCKING.0;
-        // SAFETY: `raw` is valid for one write, and a context is current. Destroyed in Drop.
-        unsafe { context.device().cuda().driver().cuStreamCreate(&mut raw, flags) }
-            .map_err(|source| call_failed("creating a stream".into(), source))?;
-        Ok(Self { context: context.clone(), raw })
-    }
-
-    pub(crate) fn raw(&self) -> CUstream {
-        self.raw
-    }
-}
-
-impl Drop for Stream {
-    fn drop(&mut self) {
-        let Ok(_bound) = self.context.bind() else { return };
-        // SAFETY: created once, destroyed once. The driver lets enqueued work end, and does not wait for it here.
-        let _ = unsafe { self.context.device().cuda().driver().cuStreamDestroy(self.raw) };
-    }
-}
 
 /// The operations of one rank, in order, on whatever streams the calls name.
 pub(crate) struct Queue {

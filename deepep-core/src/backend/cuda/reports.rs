@@ -103,7 +103,7 @@ impl Reports {
 #[cfg(test)]
 mod tests {
     use super::super::events::EventPool;
-    use super::super::queue::Stream;
+    use super::super::stream::Stream;
     use super::*;
     use crate::layout::{Operation, Phase, Placement, StatusLayout, test_shapes};
     use cuda_vmm::{Cuda, Memory, PlainMemory};

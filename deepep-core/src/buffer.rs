@@ -215,7 +215,7 @@ impl ElasticBuffer {
         self.check()?;
         let order = Order { stream, after };
         self.shared.backend.admit(&order, false)?;
-        let outcome = self.shared.backend.barrier(order).map(Ok);
+        let outcome = self.shared.backend.barrier(order);
         self.settle(outcome)
     }
 

@@ -198,15 +198,15 @@ pub(crate) struct Ran<'a> {
 
 /// Runs operations on one rank. The caller makes one call at a time; all ranks make the same calls in the same order.
 ///
-/// An error means that ranks may no longer agree and the buffer is not used again. An inner error, of dispatch and combine, is about one
-/// call: nothing was sent, and the call can be repeated.
+/// An error means that ranks may no longer agree and the buffer is not used again. An inner error is about one call:
+/// nothing was sent, and the call can be repeated.
 pub(crate) trait Backend: Send + Sync {
     fn kind(&self) -> BackendKind;
     /// Checks, before anything is enqueued, that an operation can be ordered like this and its host can wait for it if it is to.
     fn admit(&self, order: &Order<'_>, waits: bool) -> Result<()>;
     fn dispatch(&self, call: DispatchCall<'_>) -> Result<Result<DispatchOutcome>>;
     fn combine(&self, call: CombineCall<'_>) -> Result<Result<Event>>;
-    fn barrier(&self, order: Order<'_>) -> Result<Event>;
+    fn barrier(&self, order: Order<'_>) -> Result<Result<Event>>;
     /// The problem of a dispatch that did not wait for counts.
     fn problem(&self, ran: Ran<'_>) -> Result<Option<Problem>>;
     /// Copies memory that the backend's processor uses, in stream order.

@@ -115,7 +115,7 @@ impl CudaBackend {
     }
 
     fn clear_workspace(&self) -> Result<()> {
-        let turn = self.queue().begin(&Order::default())?;
+        let turn = self.queue().begin(&Order::default())??;
         let (base, bytes) = (self.parts.heap.base(), self.parts.layout.workspace.bytes);
         let context = self.queue().context();
         let _bound = context.bind()?;
@@ -281,7 +281,10 @@ impl Backend for CudaBackend {
             count_tag: if call.exact { tag(number) } else { 0 },
             digest: call.digest,
         };
-        let turn = self.queue().begin(&call.order)?;
+        let turn = match self.queue().begin(&call.order)? {
+            Ok(turn) => turn,
+            Err(e) => return Ok(Err(e)),
+        };
         // SAFETY: the plan is this engine's. The tensors have the call's sizes on this device until the call has run (the promise of
         // a view of device memory), the slots are leased for it, and a cached handle was made by this buffer with the same
         // tokens (all checked when the call was planned). The stream is the caller's, of this device, or the own one.
@@ -317,18 +320,24 @@ impl Backend for CudaBackend {
             handle_slot: call.handle_slot,
             digest: call.digest,
         };
-        let turn = self.queue().begin(&call.order)?;
+        let turn = match self.queue().begin(&call.order)? {
+            Ok(turn) => turn,
+            Err(e) => return Ok(Err(e)),
+        };
         // SAFETY: as in `dispatch`; the handle slot was filled by a dispatch of this shape with as many tokens, and x has every row that
         // it names (checked against its counts, or its capacity, when the call was planned).
         unsafe { engine.combine(&plan, &launch, turn.stream)? };
         Ok(Ok(public(turn.end()?)))
     }
 
-    fn barrier(&self, order: Order<'_>) -> Result<Event> {
-        let turn = self.queue().begin(&order)?;
+    fn barrier(&self, order: Order<'_>) -> Result<Result<Event>> {
+        let turn = match self.queue().begin(&order)? {
+            Ok(turn) => turn,
+            Err(e) => return Ok(Err(e)),
+        };
         // SAFETY: the stream is the caller's, of this device, or the own one; `begin` has ordered it after the operation before.
         unsafe { self.parts.engine.barrier(turn.stream)? };
-        Ok(public(turn.end()?))
+        Ok(Ok(public(turn.end()?)))
     }
 
     fn problem(&self, ran: Ran<'_>) -> Result<Option<Problem>> {
@@ -345,7 +354,7 @@ impl Backend for CudaBackend {
     }
 
     unsafe fn copy(&self, rows: Copy2d, order: Order<'_>) -> Result<Event> {
-        let turn = self.queue().begin(&order)?;
+        let turn = self.queue().begin(&order)??;
         let context = self.queue().context();
         let _bound = context.bind()?;
         // SAFETY: the caller vouches for both sides; the stream belongs to the context, which is current.

@@ -80,7 +80,7 @@ impl CudaCollectives {
     fn clear(&self) -> Result<()> {
         let Some(group) = &self.parts.group else { return Ok(()) };
         let queue = &self.parts.queue;
-        let turn = queue.begin(&Order::default())?;
+        let turn = queue.begin(&Order::default())??;
         let (base, bytes) = (group.heap.base(), group.layout.stages);
         let context = queue.context();
         let _bound = context.bind()?;
@@ -186,7 +186,10 @@ impl CollectiveBackend for CudaCollectives {
             _ => Element::F32,
         };
         let queue = &self.parts.queue;
-        let turn = queue.begin(&call.order)?;
+        let turn = match queue.begin(&call.order)? {
+            Ok(turn) => turn,
+            Err(e) => return Ok(Err(e)),
+        };
         let stream = turn.stream;
         let by_copies = |ways: &CollectiveLimits| {
             call.symmetric

@@ -136,13 +136,19 @@ impl Queue {
         // SAFETY: the stream is alive (StreamRef's promise, or the own one); `status` is valid for one write.
         unsafe { self.driver().cuStreamIsCapturing(stream, &mut status) }
             .map_err(|source| call_failed("asking whether a stream is being captured".into(), source))?;
-        Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+        is_captured(status)
     }
 
-    /// Orders an operation after the event that it names, and after the one before it unless both are on the own stream. An error if some
-    /// rank gave up before, or if it is not known when the operation before ends.
-    pub(crate) fn begin(&self, order: &Order<'_>) -> Result<Turn<'_>> {
+    /// The turn of an operation in which ranks meet. An error if some rank gave up before. An inner one is about this call: nothing was
+    /// enqueued, and it can be repeated.
+    pub(crate) fn begin(&self, order: &Order<'_>) -> Result<Result<Turn<'_>>> {
         self.reports.check()?;
+        Ok(self.turn(order))
+    }
+
+    /// Orders an operation after the event that it names, and after the one before it unless both are on the own stream. An error if it is
+    /// not known when the operation before ends.
+    fn turn(&self, order: &Order<'_>) -> Result<Turn<'_>> {
         let _bound = self.context.bind()?;
         let stream = self.stream(order);
         let captured = self.captured(stream)?;
@@ -238,6 +244,15 @@ impl Queue {
     }
 }
 
+/// Whether a stream is being captured. An error if it takes no work because its capture has failed.
+fn is_captured(status: CUstreamCaptureStatus) -> Result<bool> {
+    if status == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED {
+        let need = "what was captured so far is invalid, and the stream takes no work; end the capture first";
+        return Err(Error::invalid("stream", "its capture was invalidated", need));
+    }
+    Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+}
+
 /// An event for the caller.
 pub(crate) fn public(event: Arc<CudaEvent>) -> Event {
     Event::enqueued(event)
@@ -290,13 +305,13 @@ mod tests {
             memory.write(0, &[0; 4]).unwrap();
             let other = Stream::new(queue.context()).unwrap();
             assert!(queue.is_idle());
-            let first = queue.begin(&Order::default()).unwrap();
+            let first = queue.turn(&Order::default()).unwrap();
             blocked_by(queue, &memory, first.stream);
             let first = first.end().unwrap();
             // The second is on another stream, and yet after the first.
             // SAFETY: the stream outlives its use here.
             let stream = Some(unsafe { StreamRef::from_raw(other.raw().cast()) });
-            let second = queue.begin(&Order { stream, after: None }).unwrap();
+            let second = queue.turn(&Order { stream, after: None }).unwrap();
             assert_eq!((second.stream, second.captured), (other.raw(), false));
             let second = second.end().unwrap();
             assert!(!first.is_complete().unwrap() && !second.is_complete().unwrap() && !queue.is_idle());
@@ -316,7 +331,7 @@ mod tests {
             let stream = Some(unsafe { StreamRef::from_raw(other.raw().cast()) });
             let waits = |order: &Order<'_>| {
                 let before = faults.calls(Function::cuStreamWaitEvent);
-                queue.begin(order).unwrap().end().unwrap();
+                queue.turn(order).unwrap().end().unwrap();
                 faults.calls(Function::cuStreamWaitEvent) - before
             };
             let (own, others) = (Order::default(), Order { stream, after: None });
@@ -342,7 +357,7 @@ mod tests {
             };
             // SAFETY: the event was recorded and outlives its use.
             let after = Some(unsafe { EventRef::from_raw(ready.as_raw()) });
-            let turn = queue.begin(&Order { stream: None, after }).unwrap();
+            let turn = queue.turn(&Order { stream: None, after }).unwrap();
             let end = public(turn.end().unwrap());
             assert!(!end.is_complete().unwrap());
             assert!(end.as_raw().is_some());
@@ -363,7 +378,7 @@ mod tests {
                         // SAFETY: the stream outlives its use here.
                         let stream = Some(unsafe { StreamRef::from_raw(own.raw().cast()) });
                         for _ in 0..200 {
-                            let turn = queue.begin(&Order { stream, after: None }).unwrap();
+                            let turn = queue.turn(&Order { stream, after: None }).unwrap();
                             assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0, "two have the turn");
                             std::thread::yield_now();
                             inside.fetch_sub(1, Ordering::SeqCst);
@@ -382,7 +397,7 @@ mod tests {
         on_emulator(|_, queue| {
             let mut seen = std::collections::HashSet::new();
             for _ in 0..100 {
-                let turn = queue.begin(&Order::default()).unwrap();
+                let turn = queue.turn(&Order::default()).unwrap();
                 seen.insert(turn.end().unwrap().as_raw() as usize);
             }
             // One is the newest operation's, one is being dropped.
@@ -398,9 +413,9 @@ mod tests {
             memory.write(0, &[0; 4]).unwrap();
             // No event: nothing was enqueued.
             faults.fail_nth(Function::cuEventCreate, 1, refusal);
-            assert!(queue.begin(&Order::default()).is_err() && queue.is_idle());
+            assert!(queue.turn(&Order::default()).is_err() && queue.is_idle());
             // Given up half-way: what was enqueued counts.
-            let turn = queue.begin(&Order::default()).unwrap();
+            let turn = queue.turn(&Order::default()).unwrap();
             blocked_by(queue, &memory, turn.stream);
             drop(turn);
             assert!(!queue.is_idle());
@@ -409,13 +424,13 @@ mod tests {
             assert!(queue.is_idle());
             memory.write(0, &[0; 4]).unwrap();
             // The end can't be recorded: on the own stream, all of it is waited for.
-            let turn = queue.begin(&Order::default()).unwrap();
+            let turn = queue.turn(&Order::default()).unwrap();
             blocked_by(queue, &memory, turn.stream);
             faults.fail_nth(Function::cuEventRecord, 1, refusal);
             assert!(turn.end().is_err() && !queue.is_idle());
             let error = queue.synchronize(Duration::from_millis(20)).unwrap_err();
             assert!(matches!(error, Error::StillRunning { rank: 0, .. }), "{error}");
-            let error = queue.begin(&Order::default()).err().unwrap();
+            let error = queue.turn(&Order::default()).err().unwrap();
             assert!(matches!(error, Error::Broken { .. }), "{error}");
             memory.write(0, &1_u32.to_ne_bytes()).unwrap();
             queue.synchronize(PATIENCE).unwrap();
@@ -426,7 +441,7 @@ mod tests {
             let other = Stream::new(queue.context()).unwrap();
             // SAFETY: the stream outlives its use here.
             let stream = Some(unsafe { StreamRef::from_raw(other.raw().cast()) });
-            let turn = queue.begin(&Order { stream, after: None }).unwrap();
+            let turn = queue.turn(&Order { stream, after: None }).unwrap();
             faults.fail_nth(Function::cuEventRecord, 1, refusal);
             drop(turn);
             let error = queue.synchronize(PATIENCE).unwrap_err();
@@ -440,7 +455,7 @@ mod tests {
             let memory = DeviceMemory::new(device, 4).unwrap();
             memory.write(0, &[0; 4]).unwrap();
             assert_eq!(queue.in_use(), None);
-            let turn = queue.begin(&Order::default()).unwrap();
+            let turn = queue.turn(&Order::default()).unwrap();
             blocked_by(queue, &memory, turn.stream);
             turn.end().unwrap();
             assert!(queue.in_use().unwrap().contains("was running"));
@@ -457,6 +472,29 @@ mod tests {
     }
 
     #[test]
+    fn a_call_that_can_not_be_ordered_can_be_repeated() {
+        on_emulator_with_faults(|_, queue, faults| {
+            let events = EventPool::new(queue.context().clone());
+            let ready = {
+                let _bound = queue.context().bind().unwrap();
+                events.record(queue.own.raw(), queue.reports()).unwrap()
+            };
+            // SAFETY: the event was recorded and outlives its use.
+            let after = Some(unsafe { EventRef::from_raw(ready.as_raw()) });
+            let order = Order { stream: None, after };
+            faults.fail_nth(Function::cuStreamWaitEvent, 1, CUresult::CUDA_ERROR_INVALID_VALUE);
+            let refused = queue.begin(&order).unwrap();
+            assert!(matches!(refused.err().unwrap(), Error::Vmm(_)));
+            queue.begin(&order).unwrap().unwrap().end().unwrap();
+        });
+        type S = CUstreamCaptureStatus;
+        assert!(!is_captured(S::CU_STREAM_CAPTURE_STATUS_NONE).unwrap());
+        assert!(is_captured(S::CU_STREAM_CAPTURE_STATUS_ACTIVE).unwrap());
+        let error = is_captured(S::CU_STREAM_CAPTURE_STATUS_INVALIDATED).unwrap_err();
+        assert!(matches!(error, Error::Invalid { parameter: "stream", .. }), "{error}");
+    }
+
+    #[test]
     fn small_tables_are_read_beside_what_runs() {
         on_emulator(|device, queue| {
             let memory = DeviceMemory::new(device, 4).unwrap();
@@ -464,7 +502,7 @@ mod tests {
             let numbers: Vec<u8> = (5..9_i32).flat_map(i32::to_ne_bytes).collect();
             memory.write(64, &numbers).unwrap();
             let readback = Readback::new(queue.context(), queue.reports()).unwrap();
-            let turn = queue.begin(&Order::default()).unwrap();
+            let turn = queue.turn(&Order::default()).unwrap();
             blocked_by(queue, &memory, turn.stream);
             turn.end().unwrap();
             // SAFETY: the numbers are written above and not again.

@@ -120,7 +120,7 @@ impl Backend for HostBackend {
         Ok(Ok(Event::complete()))
     }
 
-    fn barrier(&self, _: Order<'_>) -> Result<Event> {
+    fn barrier(&self, _: Order<'_>) -> Result<Result<Event>> {
         let mut state = self.state();
         state.barrier = state.barrier.wrapping_add(1);
         let epoch = state.barrier;
@@ -132,7 +132,7 @@ impl Backend for HostBackend {
         for peer in rank.peers() {
             rank.waits.at_least(rank.own().cell32(cell(peer))?, epoch, Phase::Barrier, peer)?;
         }
-        Ok(Event::complete())
+        Ok(Ok(Event::complete()))
     }
 
     fn problem(&self, ran: Ran<'_>) -> Result<Option<Problem>> {

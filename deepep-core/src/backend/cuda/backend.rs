@@ -154,9 +154,9 @@ impl CudaBackend {
             let _bound = self.queue().context().bind()?;
             reports.counts(tag(number), shape, &end)
         };
-        if told.is_err() {
+        if told.as_ref().is_err_and(|error| !matches!(error, Error::StillRunning { .. })) {
             // All blocks of a kernel leave soon after the first has given up. The caller is told when nothing uses its tensors any
-            // more; if that can't be said, the first error is the better one all the same.
+            // more; if that can't be said, the first error is the better one all the same. Whose time is up has waited for it already.
             let _ = end.wait_reached("a dispatch", reports.patience());
         }
         let Told { counts, needed } = told?;

@@ -64,7 +64,7 @@ impl Reports {
         let mut missing =
             cells.into_iter().flatten().chain(C::EXPERT_COUNT..C::EXPERT_COUNT + experts).peekable();
         let mut values = Vec::with_capacity(C::RANK_PSUM + ranks + experts);
-        let mut asked = Instant::now();
+        let (mut asked, mut ended) = (Instant::now(), false);
         let come = until(self.patience(), || {
             while let Some(&cell) = missing.peek() {
                 let Some(value) = self.status.count(cell, tag) else { break };
@@ -75,10 +75,15 @@ impl Reports {
                 return Ok(Some(()));
             }
             self.check()?;
+            // Whatever a kernel has written can be seen when it has ended: looked for above, after that was known.
+            if ended {
+                let reason = "a dispatch has ended and not written its counts".into();
+                return Err(Error::Broken { reason });
+            }
             // A device that failed writes no record.
             if asked.elapsed() > QUERY {
                 asked = Instant::now();
-                end.reached()?;
+                ended = end.reached()?;
             }
             Ok(None)
         })?;
@@ -118,7 +123,7 @@ mod tests {
     }
 
     /// Runs a body with a status block, and the end of a kernel that runs until it is told to end.
-    fn on_emulator(timeout: Duration, body: impl FnOnce(&Reports, &CudaEvent, &dyn Fn())) {
+    fn on_emulator(timeout: Duration, body: impl FnOnce(&Reports, &CudaEvent, &(dyn Fn() + Sync))) {
         let emulator = Emulator::new(Config::h200x2()).unwrap();
         {
             let device = Cuda::with_driver(emulator.driver()).unwrap().device(0).unwrap();
@@ -205,6 +210,22 @@ mod tests {
             let error = reports.counts(7, &shape(), end).err().unwrap();
             assert!(matches!(error, Error::StillRunning { what: "a dispatch", rank: 1, .. }), "{error}");
             assert!(start.elapsed() >= reports.patience());
+        });
+    }
+
+    #[test]
+    fn a_wait_for_counts_ends_with_the_kernel() {
+        on_emulator(Duration::from_secs(10), |reports, end, open| {
+            let start = Instant::now();
+            let error = std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    std::thread::sleep(Duration::from_millis(30));
+                    open();
+                });
+                reports.counts(7, &shape(), end).err().unwrap()
+            });
+            assert!(matches!(error, Error::Broken { .. }), "{error}");
+            assert!(start.elapsed() >= Duration::from_millis(30) && start.elapsed() < reports.patience());
         });
     }
 

@@ -6,8 +6,6 @@ use std::mem::ManuallyDrop;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use once_cell::sync::OnceCell;
-
 use super::events::CudaEvent;
 use super::pinned::Readback;
 use super::queue::{Queue, public};
@@ -36,8 +34,7 @@ pub(crate) struct CudaBackend {
 /// Fields are dropped in this order.
 struct Parts {
     engine: Engine,
-    /// Made when it is first needed: streams of ranks that share a GPU share its queues, the more of them the more likely.
-    readback: OnceCell<Readback>,
+    readback: Readback,
     queue: Queue,
     state: Mutex<State>,
     layout: HeapLayout,
@@ -105,10 +102,11 @@ impl CudaBackend {
         // Here, where ranks still agree on failures: a plan depends on this rank's multiprocessors.
         engine.check(&config.heap_config(layout.ranks)?)?;
         let reports = Arc::new(Reports::new(status, heap.rank(), config.timeout));
+        let readback = Readback::new(gpu.context(), &reports)?;
         let queue = Queue::new(gpu.context(), reports)?;
         // All that calls can need: loading one later could have to wait for a kernel that waits for this rank.
         engine.prewarm(&engine.programs())?;
-        let parts = Parts { engine, readback: OnceCell::new(), queue, state: Mutex::default(), layout, heap };
+        let parts = Parts { engine, readback, queue, state: Mutex::default(), layout, heap };
         let backend = Self { parts: ManuallyDrop::new(parts) };
         backend.clear_workspace()?;
         Ok(backend)
@@ -207,11 +205,9 @@ impl CudaBackend {
     fn table(&self, ran: &Ran<'_>, offset: usize, count: usize) -> Result<Vec<i32>> {
         let slot = self.parts.layout.handles.at(ran.handle_slot);
         let address = self.parts.heap.base() + (slot + offset) as u64;
-        let make = || Readback::new(self.queue().context(), self.queue().reports());
-        let readback = self.parts.readback.get_or_try_init(make)?;
         // SAFETY: the layout fits the slot (checked when the call was planned), the slot lies in this rank's heap, and the dispatch
         // that wrote it has run, so that nobody writes it as long as the caller holds it.
-        unsafe { readback.numbers(address, count) }
+        unsafe { self.parts.readback.numbers(address, count) }
     }
 
     /// Whose capacity a call is over. The numbers are the call's own; the rank is in the newest record, if that has these numbers.

@@ -48,6 +48,7 @@ impl EventPool {
     }
 
     /// Records an event at the end of a stream of the pool's context, which is current and not being captured.
+    #[cfg(test)]
     pub(crate) fn record(
         self: &Arc<Self>,
         stream: CUstream,

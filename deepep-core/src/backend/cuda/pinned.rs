@@ -1,16 +1,18 @@
 //! Host memory that devices read and write, and device memory read through it.
 
+use std::mem::ManuallyDrop;
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use cuda_vmm::Context;
 use cuda_vmm::sys::CallError;
+use once_cell::sync::OnceCell;
 
 use super::call_failed;
 use super::events::EventPool;
 use super::reports::Reports;
 use super::stream::Stream;
+use super::wait::Uncaptured;
 use crate::error::{Error, Result};
 
 /// `cuMemHostAlloc` flags: usable from every context, and mapped for devices.
@@ -21,7 +23,6 @@ pub(crate) struct Pinned {
     context: Context,
     host: NonNull<u8>,
     device: u64,
-    bytes: usize,
 }
 
 // SAFETY: the memory is shared with the device anyway; users access it through atomics and volatile loads, or one at a time.
@@ -41,7 +42,7 @@ impl Pinned {
             let need = "the driver said yes and gave no address";
             return Err(Error::invalid("pinned host memory", format!("{bytes} bytes"), need));
         };
-        let mut pinned = Self { context: context.clone(), host, device: 0, bytes };
+        let mut pinned = Self { context: context.clone(), host, device: 0 };
         // SAFETY: the driver gave that many bytes, page-aligned; nobody else knows them yet.
         unsafe { host.as_ptr().write_bytes(0, bytes) };
         // SAFETY: the address is that of a mapped pinned allocation.
@@ -58,10 +59,6 @@ impl Pinned {
     pub(crate) fn device(&self) -> u64 {
         self.device
     }
-
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes
-    }
 }
 
 impl Drop for Pinned {
@@ -75,20 +72,21 @@ impl Drop for Pinned {
 /// Reads small pieces of device memory, beside whatever runs on other streams.
 pub(crate) struct Readback {
     context: Context,
-    stream: Stream,
+    /// Made when it is first needed: streams of ranks that share a GPU share its queues, the more of them the more likely.
+    stream: OnceCell<Stream>,
     events: Arc<EventPool>,
     reports: Arc<Reports>,
-    staging: Mutex<Pinned>,
+    /// Nothing after a copy of which it is not known that it has run: the device may still write the memory, which stays.
+    staging: Mutex<Option<Pinned>>,
 }
 
 impl Readback {
     /// Longest piece.
     pub(crate) const BYTES: usize = 256;
-    const LIMIT: Duration = Duration::from_secs(20);
 
     pub(crate) fn new(context: &Context, reports: &Arc<Reports>) -> Result<Self> {
-        let staging = Mutex::new(Pinned::new(context, Self::BYTES)?);
-        let (stream, events) = (Stream::new(context)?, EventPool::new(context.clone()));
+        let staging = Mutex::new(Some(Pinned::new(context, Self::BYTES)?));
+        let (stream, events) = (OnceCell::new(), EventPool::new(context.clone()));
         Ok(Self { context: context.clone(), stream, events, reports: reports.clone(), staging })
     }
 
@@ -97,21 +95,100 @@ impl Readback {
     /// # Safety
     /// They are device memory that nobody writes meanwhile.
     pub(crate) unsafe fn numbers(&self, address: u64, count: usize) -> Result<Vec<i32>> {
-        let staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes = count * size_of::<i32>();
-        if bytes > staging.bytes() {
-            let need = format!("at most {} bytes are read at a time", staging.bytes());
+        if bytes > Self::BYTES {
+            let need = format!("at most {} bytes are read at a time", Self::BYTES);
             return Err(Error::invalid("bytes of a table", bytes, need));
         }
+        let mut place = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
         let _bound = self.context.bind()?;
-        let (driver, to) = (self.context.device().cuda().driver(), staging.host().as_ptr());
-        // SAFETY: the staging memory has that many bytes (checked), is pinned, and is kept until the copy has run or for good; the caller
-        // vouches for the source.
-        unsafe { driver.cuMemcpyDtoHAsync(to.cast(), address, bytes, self.stream.raw()) }
+        let driver = self.context.device().cuda().driver();
+        // None of this is part of a graph that somebody captures.
+        let _relaxed = Uncaptured::new(driver);
+        let stream = self.stream.get_or_try_init(|| Stream::new(&self.context))?.raw();
+        let copied = self.events.take(false, &self.reports)?;
+        let Some(staging) = place.take().map(ManuallyDrop::new) else {
+            let reason = "an earlier copy of a small table has not ended".into();
+            return Err(Error::Broken { reason });
+        };
+        let to = staging.host().as_ptr();
+        // SAFETY: the staging memory has that many bytes (checked), is pinned, and is never given back unless the copy is seen to have
+        // run, below; the caller vouches for the source.
+        unsafe { driver.cuMemcpyDtoHAsync(to.cast(), address, bytes, stream) }
             .map_err(|source| call_failed(format!("reading {bytes} bytes of device memory"), source))?;
-        let copied = self.events.record(self.stream.raw(), &self.reports)?;
-        copied.wait_reached("a copy of a small table", Self::LIMIT)?;
+        copied.record(stream)?;
+        copied.wait_reached("a copy of a small table", self.reports.patience())?;
         // SAFETY: the copy has run; the memory holds `count` numbers, page-aligned, and the lock keeps others away.
-        Ok(unsafe { std::slice::from_raw_parts(to.cast::<i32>(), count) }.to_vec())
+        let numbers = unsafe { std::slice::from_raw_parts(to.cast::<i32>(), count) }.to_vec();
+        *place = Some(ManuallyDrop::into_inner(staging));
+        Ok(numbers)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::status::StatusBlock;
+    use super::*;
+    use crate::device::DeviceMemory;
+    use crate::layout::StatusLayout;
+    use cuda_vmm::sys::{CUresult, Function};
+    use cuda_vmm::{Cuda, Device};
+    use cuda_vmm_emu::{Config, Emulator};
+    use std::time::Duration;
+
+    fn on_device(emulator: &Emulator, body: impl FnOnce(&Device, &Readback)) {
+        let device = Cuda::with_driver(emulator.driver()).unwrap().device(0).unwrap();
+        let context = device.primary_context().unwrap();
+        let status = StatusBlock::new(&context, StatusLayout::new(4)).unwrap();
+        let reports = Arc::new(Reports::new(status, 0, Duration::from_secs(10)));
+        body(&device, &Readback::new(&context, &reports).unwrap());
+    }
+
+    #[test]
+    fn small_tables_are_read_beside_what_runs() {
+        let emulator = Emulator::new(Config::h200x2()).unwrap();
+        on_device(&emulator, |device, readback| {
+            let memory = DeviceMemory::new(device, 4).unwrap();
+            memory.write(0, &[0; 4]).unwrap();
+            let numbers: Vec<u8> = (5..9_i32).flat_map(i32::to_ne_bytes).collect();
+            memory.write(64, &numbers).unwrap();
+            let busy = Stream::new(&readback.context).unwrap();
+            let end = {
+                let _bound = readback.context.bind().unwrap();
+                // SAFETY: the word lies in memory that outlives the work.
+                unsafe { device.cuda().driver().cuStreamWaitValue32(busy.raw(), memory.address(), 1, 0) }
+                    .unwrap();
+                readback.events.record(busy.raw(), &readback.reports).unwrap()
+            };
+            // SAFETY: the numbers are written above and not again.
+            unsafe {
+                assert_eq!(readback.numbers(memory.address() + 64, 4).unwrap(), [5, 6, 7, 8]);
+                assert!(readback.numbers(memory.address(), Readback::BYTES).is_err());
+            }
+            memory.write(0, &1_u32.to_ne_bytes()).unwrap();
+            end.wait_reached("the word", Duration::from_secs(20)).unwrap();
+        });
+        emulator.assert_empty();
+    }
+
+    #[test]
+    fn memory_of_a_copy_that_may_still_run_is_not_used_again() {
+        let (emulator, refusal) =
+            (Emulator::new(Config::h200x2()).unwrap(), CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+        on_device(&emulator, |device, readback| {
+            let memory = DeviceMemory::new(device, 4).unwrap();
+            // SAFETY: nobody writes the memory meanwhile.
+            let read = || unsafe { readback.numbers(memory.address(), 1) };
+            // Nothing was enqueued.
+            emulator.faults().fail_nth(Function::cuStreamCreate, 1, refusal);
+            assert!(read().is_err());
+            read().unwrap();
+            // The copy was, and its end is not known.
+            emulator.faults().fail_nth(Function::cuEventRecord, 1, refusal);
+            assert!(matches!(read().unwrap_err(), Error::Vmm(_)));
+            assert!(matches!(read().unwrap_err(), Error::Broken { .. }));
+        });
+        let left: Vec<_> = emulator.ledger().host_memory.iter().map(|span| span.size).collect();
+        assert_eq!(left, [Readback::BYTES as u64]);
     }
 }

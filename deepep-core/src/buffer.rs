@@ -59,8 +59,9 @@ impl Handle {
 ///
 /// # CUDA graphs
 ///
-/// A buffer whose calls were captured is neither dropped nor closed before the graph is destroyed and its last replay has run, nor are its
-/// results and handles: the buffer does not know of replays. [The rules](crate#cuda-graphs) are on the crate's first page.
+/// A buffer whose calls were captured is not closed before the graph is destroyed and its last replay has run, nor are its results and handles
+/// dropped: the buffer does not know of replays. If it is dropped and not closed, its memory stays until the process ends. [The
+/// rules](crate#cuda-graphs) are on the crate's first page.
 ///
 /// # Example
 ///
@@ -242,9 +243,8 @@ impl ElasticBuffer {
     /// keep it). Collective. Dropping a buffer instead gives back this rank's part without waiting for anybody; if an operation is still running on
     /// its GPU, or some were captured in CUDA graphs, the memory stays until the process ends.
     ///
-    /// Graphs with operations of the buffer have run when this is called, and are not launched again: that can't be seen from here.
-    ///
-    /// Replays of [graphs](crate#cuda-graphs) are not among the work that either looks at: they have run, and the graphs are destroyed, before.
+    /// [Graphs](crate#cuda-graphs) with operations of the buffer have run when this is called, and are not launched again: that can't be seen
+    /// from here.
     ///
     /// # Errors
     /// Those of the bootstrap; the memory is given back all the same.

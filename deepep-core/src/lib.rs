@@ -27,14 +27,16 @@
 //!
 //! # CUDA graphs
 //!
-//! Dispatches without counts, cached dispatches, combines, barriers and collectives can be captured (the authors have replayed dispatches and
-//! combines only): give them the stream that is being captured. The graph then has kernels with the addresses of this call's tensors and of the slots of its result and handle; the buffer does not learn of replays.
-//! So the caller keeps these rules:
+//! Dispatches without counts, cached dispatches, combines, barriers and collectives can be captured (of these the authors have
+//! replayed the kernels of dispatch and combine, in measurements): give them the stream that is being captured. The graph then has kernels with
+//! the addresses of this call's tensors and of the slots of its result and handle; the buffer does not learn of replays. So the caller keeps these
+//! rules:
 //!
 //! * **Keep what was captured.** The [`Dispatched`] and every [`Handle`] of captured calls, the tensors that they were given, and the buffer (or the
 //!   collectives) stay until the graph is destroyed and its last replay has run. A result that is dropped earlier frees its slot for a later dispatch, and
-//!   each replay then overwrites what that one delivered. A buffer that is dropped or closed earlier unmaps memory under the replay's kernels:
-//!   dropping, closing and [`synchronize`](ElasticBuffer::synchronize) look at direct calls only.
+//!   each replay then overwrites what that one delivered. A buffer that is [closed](ElasticBuffer::close) earlier unmaps memory under the replay's
+//!   kernels: closing and [`synchronize`](ElasticBuffer::synchronize) wait for direct calls only. One that is dropped and not closed can't know whether a graph will
+//!   run once more, and its memory stays until the process ends.
 //! * **Order replays and direct calls.** On one stream they are in order. On different ones, record an event after the one and let the other wait for it:
 //!   a direct call by its `after` or by its stream, a replay by its stream. Two replays at a time are two operations at a time.
 //! * **Capture alike.** Captured dispatches count: a handle's number, which all ranks compare, is that of the call on its rank. All ranks capture the same calls, equally

@@ -82,7 +82,7 @@ impl Event {
     /// Whether the operation has run.
     ///
     /// # Errors
-    /// The backend's, if a kernel failed.
+    /// The backend's, if a kernel failed: this operation's, or another one's of the same buffer, before it or after it.
     pub fn is_complete(&self) -> Result<bool> {
         self.0.as_ref().map_or(Ok(true), |event| event.is_complete())
     }
@@ -90,7 +90,7 @@ impl Event {
     /// Blocks until the operation has run, at most for `timeout`.
     ///
     /// # Errors
-    /// The backend's, if a kernel failed or the time is up.
+    /// The backend's, if a kernel failed, this operation's or another one's of the same buffer, before it or after it; or if the time is up.
     pub fn wait(&self, timeout: Duration) -> Result<()> {
         self.0.as_ref().map_or(Ok(()), |event| event.wait(timeout))
     }

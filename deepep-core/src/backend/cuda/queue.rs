@@ -146,9 +146,9 @@ impl Queue {
         Ok(self.turn(order))
     }
 
-    /// Orders an operation after the event that it names, and after the one before it unless both are on the own stream. An error if it is
+    /// The turn of work in which ranks don't meet: orders it after the event that it names, and after the one before it unless both are on the own stream. An error if it is
     /// not known when the operation before ends.
-    fn turn(&self, order: &Order<'_>) -> Result<Turn<'_>> {
+    pub(crate) fn turn(&self, order: &Order<'_>) -> Result<Turn<'_>> {
         let _bound = self.context.bind()?;
         let stream = self.stream(order);
         let captured = self.captured(stream)?;
@@ -485,6 +485,11 @@ mod tests {
             let refused = queue.begin(&order).unwrap();
             assert!(matches!(refused.err().unwrap(), Error::Vmm(_)));
             queue.begin(&order).unwrap().unwrap().end().unwrap();
+            // When a rank has given up, ranks meet no more, and each can still copy what it has.
+            queue.reports().write_abort();
+            assert!(matches!(queue.begin(&order).err().unwrap(), Error::PeerTimeout { .. }));
+            let end = queue.turn(&order).unwrap().end().unwrap();
+            end.wait_reached("a copy", PATIENCE).unwrap();
         });
         type S = CUstreamCaptureStatus;
         assert!(!is_captured(S::CU_STREAM_CAPTURE_STATUS_NONE).unwrap());

@@ -51,6 +51,19 @@ impl Reports {
         Err(gave_up(record.abort_word(), waited, record.values()))
     }
 
+    /// What a kernel does that gives up.
+    #[cfg(test)]
+    pub(super) fn write_abort(&self) {
+        let record = StatusRecord {
+            sequence: 1,
+            operation: crate::layout::Operation::Dispatch as u32,
+            phase: crate::layout::Phase::Totals as u32,
+            peer: 1,
+            ..StatusRecord::default()
+        };
+        self.status.write_record(RecordKind::Abort, record);
+    }
+
     /// The newest record of a kind.
     pub(crate) fn newest(&self, kind: RecordKind) -> Option<StatusRecord> {
         self.status.report(kind)

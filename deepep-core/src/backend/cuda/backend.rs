@@ -12,7 +12,7 @@ use super::queue::{Queue, public};
 use super::reports::{Reports, Told};
 use super::{
     CombineLaunch, CombinePlan, DispatchLaunch, DispatchPlan, Engine, EngineOptions, Gpu, StatusBlock,
-    call_failed, copy,
+    Uncaptured, call_failed, copy,
 };
 use crate::backend::{
     Backend, CombineCall, Copy2d, DispatchCall, DispatchOutcome, Order, Positions, Problem, Ran,
@@ -377,6 +377,9 @@ impl Drop for CudaBackend {
         // A kernel may still read and write the heap, and wait for ranks that will not come. Waiting for it here could take as long as
         // its timeout: what it uses stays for as long as the process.
         let Some(why) = self.queue().in_use() else {
+            let context = self.queue().context().clone();
+            // None of this is part of a graph that somebody captures.
+            let _relaxed = Uncaptured::new(context.device().cuda().driver());
             // SAFETY: dropped once, here, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.parts) };
             return;

@@ -8,7 +8,7 @@ use cuda_vmm::sys::{CUstream, CallError};
 
 use super::queue::{Queue, public};
 use super::reports::Reports;
-use super::{CollectiveEngine, CollectiveLaunch, EngineOptions, Gpu, StatusBlock, call_failed};
+use super::{CollectiveEngine, CollectiveLaunch, EngineOptions, Gpu, StatusBlock, Uncaptured, call_failed};
 use crate::backend::Order;
 use crate::backend::collective::{CollectiveBackend, CollectiveCall};
 use crate::config::BackendKind;
@@ -230,6 +230,9 @@ impl Drop for CudaCollectives {
     fn drop(&mut self) {
         // As the other operations': what a kernel that may still run uses stays for as long as the process.
         let Some(why) = self.parts.queue.in_use() else {
+            let context = self.parts.queue.context().clone();
+            // None of this is part of a graph that somebody captures.
+            let _relaxed = Uncaptured::new(context.device().cuda().driver());
             // SAFETY: dropped once, here, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.parts) };
             return;

@@ -18,11 +18,19 @@ use crate::error::{Error, Result};
 /// `cuMemHostAlloc` flags: usable from every context, and mapped for devices.
 const PORTABLE_AND_MAPPED: u32 = 1 | 2;
 
-/// Pinned host memory, zero at first.
-pub(crate) struct Pinned {
+/// What nobody uses at present. It is never freed, only used again: freeing pinned memory can wait for all work of the device, hence for
+/// kernels of other ranks of the process, and those for the rank that frees.
+static FREE: Mutex<Vec<Pinned>> = Mutex::new(Vec::new());
+
+/// Pinned host memory, zero at first. Kept for the next user in this process when dropped; whoever drops it knows that no kernel uses it.
+pub(crate) struct PinnedMemory(ManuallyDrop<Pinned>);
+
+/// An allocation, with the context that it belongs to, which stays as long.
+struct Pinned {
     context: Context,
     host: NonNull<u8>,
     device: u64,
+    bytes: usize,
 }
 
 // SAFETY: the memory is shared with the device anyway; users access it through atomics and volatile loads, or one at a time.
@@ -30,8 +38,43 @@ unsafe impl Send for Pinned {}
 // SAFETY: as above.
 unsafe impl Sync for Pinned {}
 
-impl Pinned {
+impl PinnedMemory {
     pub(crate) fn new(context: &Context, bytes: usize) -> Result<Self> {
+        let kept = {
+            let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
+            let found = free.iter().position(|p| p.bytes == bytes && is_same(&p.context, context));
+            found.map(|i| free.swap_remove(i))
+        };
+        let pinned = match kept {
+            Some(pinned) => pinned,
+            None => Pinned::allocate(context, bytes)?,
+        };
+        // SAFETY: the memory has that many bytes, and is nobody else's: new, or given back by its last user.
+        unsafe { pinned.host.as_ptr().write_bytes(0, bytes) };
+        Ok(Self(ManuallyDrop::new(pinned)))
+    }
+
+    /// Its first byte; page-aligned.
+    pub(crate) fn host(&self) -> NonNull<u8> {
+        self.0.host
+    }
+
+    /// Its address for kernels.
+    pub(crate) fn device(&self) -> u64 {
+        self.0.device
+    }
+}
+
+impl Drop for PinnedMemory {
+    fn drop(&mut self) {
+        // SAFETY: taken once, here, and not used afterwards.
+        let pinned = unsafe { ManuallyDrop::take(&mut self.0) };
+        FREE.lock().unwrap_or_else(PoisonError::into_inner).push(pinned);
+    }
+}
+
+impl Pinned {
+    fn allocate(context: &Context, bytes: usize) -> Result<Self> {
         let driver = context.device().cuda().driver();
         let _bound = context.bind()?;
         let failed = |source: CallError| call_failed(format!("pinning {bytes} bytes of host memory"), source);
@@ -42,31 +85,35 @@ impl Pinned {
             let need = "the driver said yes and gave no address";
             return Err(Error::invalid("pinned host memory", format!("{bytes} bytes"), need));
         };
-        let mut pinned = Self { context: context.clone(), host, device: 0 };
-        // SAFETY: the driver gave that many bytes, page-aligned; nobody else knows them yet.
-        unsafe { host.as_ptr().write_bytes(0, bytes) };
+        let mut device = 0;
         // SAFETY: the address is that of a mapped pinned allocation.
-        unsafe { driver.cuMemHostGetDevicePointer(&mut pinned.device, raw, 0) }.map_err(failed)?;
-        Ok(pinned)
-    }
-
-    /// Its first byte; page-aligned.
-    pub(crate) fn host(&self) -> NonNull<u8> {
-        self.host
-    }
-
-    /// Its address for kernels.
-    pub(crate) fn device(&self) -> u64 {
-        self.device
+        if let Err(source) = unsafe { driver.cuMemHostGetDevicePointer(&mut device, raw, 0) } {
+            // SAFETY: allocated above, and nobody knows it.
+            let _ = unsafe { driver.cuMemFreeHost(raw) };
+            return Err(failed(source));
+        }
+        Ok(Self { context: context.clone(), host, device, bytes })
     }
 }
 
-impl Drop for Pinned {
-    fn drop(&mut self) {
-        let Ok(_bound) = self.context.bind() else { return };
-        // SAFETY: allocated once by cuMemHostAlloc, freed once; whoever drops it knows that no kernel uses it.
-        let _ = unsafe { self.context.device().cuda().driver().cuMemFreeHost(self.host.as_ptr().cast()) };
-    }
+/// Whether both are one context: handles are unique in a driver, as long as somebody retains them.
+fn is_same(a: &Context, b: &Context) -> bool {
+    a.as_raw() == b.as_raw() && ptr::eq(a.device().cuda().driver(), b.device().cuda().driver())
+}
+
+/// Frees what is kept for a context, and lets go of it: drivers in software are expected to be left as they were.
+#[cfg(test)]
+pub(super) fn free_all(context: &Context) {
+    let _bound = context.bind().unwrap();
+    FREE.lock().unwrap_or_else(PoisonError::into_inner).retain(|pinned| {
+        let other = !is_same(&pinned.context, context);
+        if !other {
+            let raw = pinned.host.as_ptr().cast();
+            // SAFETY: allocated once by cuMemHostAlloc, freed once, and not in use: it is in the list, and leaves it.
+            unsafe { context.device().cuda().driver().cuMemFreeHost(raw) }.unwrap();
+        }
+        other
+    });
 }
 
 /// Reads small pieces of device memory, beside whatever runs on other streams.
@@ -77,7 +124,7 @@ pub(crate) struct Readback {
     events: Arc<EventPool>,
     reports: Arc<Reports>,
     /// Nothing after a copy of which it is not known that it has run: the device may still write the memory, which stays.
-    staging: Mutex<Option<Pinned>>,
+    staging: Mutex<Option<PinnedMemory>>,
 }
 
 impl Readback {
@@ -85,7 +132,7 @@ impl Readback {
     pub(crate) const BYTES: usize = 256;
 
     pub(crate) fn new(context: &Context, reports: &Arc<Reports>) -> Result<Self> {
-        let staging = Mutex::new(Some(Pinned::new(context, Self::BYTES)?));
+        let staging = Mutex::new(Some(PinnedMemory::new(context, Self::BYTES)?));
         let (stream, events) = (OnceCell::new(), EventPool::new(context.clone()));
         Ok(Self { context: context.clone(), stream, events, reports: reports.clone(), staging })
     }
@@ -142,6 +189,36 @@ mod tests {
         let status = StatusBlock::new(&context, StatusLayout::new(4)).unwrap();
         let reports = Arc::new(Reports::new(status, 0, Duration::from_secs(10)));
         body(&device, &Readback::new(&context, &reports).unwrap());
+        drop(reports);
+        free_all(&context);
+    }
+
+    #[test]
+    fn memory_is_used_again() {
+        let emulator = Emulator::new(Config::h200x2()).unwrap();
+        on_device(&emulator, |device, readback| {
+            let other = device.cuda().device(1).unwrap().primary_context().unwrap();
+            let pinned = |context: &Context, bytes| {
+                let memory = PinnedMemory::new(context, bytes).unwrap();
+                // SAFETY: the memory has that many bytes, and is this test's.
+                let bytes = unsafe { std::slice::from_raw_parts_mut(memory.host().as_ptr(), bytes) };
+                assert!(bytes.iter().all(|&b| b == 0));
+                bytes.fill(0xff);
+                memory
+            };
+            let first = pinned(&readback.context, 4096);
+            let (host, more) = (first.host(), pinned(&readback.context, 4096));
+            assert_ne!(more.host(), host, "in use");
+            drop(first);
+            // Other sizes and other contexts get their own.
+            assert_ne!(pinned(&readback.context, 8192).host(), host);
+            assert_ne!(pinned(&other, 4096).host(), host);
+            let frees = emulator.faults().calls(Function::cuMemFreeHost);
+            assert_eq!(pinned(&readback.context, 4096).host(), host);
+            assert_eq!(frees, 0);
+            free_all(&other);
+        });
+        emulator.assert_empty();
     }
 
     #[test]

@@ -260,6 +260,7 @@ pub(crate) fn public(event: Arc<CudaEvent>) -> Event {
 
 #[cfg(test)]
 mod tests {
+    use super::super::pinned::free_all;
     use super::super::status::StatusBlock;
     use super::*;
     use crate::device::DeviceMemory;
@@ -285,6 +286,7 @@ mod tests {
             let status = StatusBlock::new(&context, StatusLayout::new(4)).unwrap();
             let reports = Arc::new(Reports::new(status, 0, PATIENCE));
             body(&device, &Queue::new(&context, reports).unwrap(), emulator.faults());
+            free_all(&context);
         }
         drop(device);
         emulator.assert_empty();

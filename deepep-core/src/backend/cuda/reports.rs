@@ -121,6 +121,7 @@ impl Reports {
 #[cfg(test)]
 mod tests {
     use super::super::events::EventPool;
+    use super::super::pinned::free_all;
     use super::super::stream::Stream;
     use super::*;
     use crate::layout::{Operation, Phase, Placement, StatusLayout, test_shapes};
@@ -155,6 +156,8 @@ mod tests {
             body(&reports, &end, &open);
             open();
             end.wait_reached("the gate", Duration::from_secs(10)).unwrap();
+            drop((end, reports));
+            free_all(&context);
         }
         emulator.assert_empty();
     }

@@ -5,20 +5,20 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use cuda_vmm::Context;
 
-use super::pinned::Pinned;
+use super::pinned::PinnedMemory;
 use crate::error::Result;
 use crate::layout::{RecordKind, StatusLayout, StatusRecord};
 
 /// Pinned memory with the layout of a status block.
 pub(crate) struct StatusBlock {
-    memory: Pinned,
+    memory: PinnedMemory,
     layout: StatusLayout,
 }
 
 impl StatusBlock {
     /// Allocates and zeroes a block.
     pub(crate) fn new(context: &Context, layout: StatusLayout) -> Result<Self> {
-        Ok(Self { memory: Pinned::new(context, layout.bytes)?, layout })
+        Ok(Self { memory: PinnedMemory::new(context, layout.bytes)?, layout })
     }
 
     /// Its address for kernels.

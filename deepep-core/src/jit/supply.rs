@@ -43,6 +43,11 @@ impl Supply {
         self
     }
 
+    #[cfg(test)]
+    pub(crate) fn is_altered(&self) -> bool {
+        self.alter.is_some()
+    }
+
     /// Machine code of a program.
     ///
     /// # Errors

@@ -3,16 +3,17 @@
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::ptr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use cuda_vmm::Context;
 use cuda_vmm::sys::{CUfunction, CUfunction_attribute, CUmodule, CallError};
+use once_cell::sync::OnceCell;
 
 use super::call_failed;
 use crate::error::Result;
 use crate::jit::{Arch, Program, Supply};
 
-/// A loaded kernel. Unloaded when the last user is gone.
+/// A loaded kernel.
 pub(super) struct Kernel {
     context: Context,
     module: CUmodule,
@@ -52,13 +53,23 @@ impl Drop for Kernel {
     fn drop(&mut self) {
         // Without a context nothing can be unloaded; the driver does it with the context.
         let Ok(_bound) = self.context.bind() else { return };
-        // SAFETY: loaded once, unloaded once; its launches hold an Arc of the kernel's owner until they are enqueued, and the driver
-        // keeps the code of enqueued launches.
+        // SAFETY: loaded once, unloaded once. What was loaded as a whole is kept for good (see `LOADED`; tests that load kernels for
+        // themselves wait for them first), so nothing of the module was launched, or all of it has run.
         let _ = unsafe { self.context.device().cuda().driver().cuModuleUnload(self.module) };
     }
 }
 
-/// The kernels of one device, loaded when they are first asked for.
+/// Driver, context, program and bytes of dynamic shared memory.
+type Key = (usize, usize, Program, usize);
+
+/// A kernel's place, filled by whoever needs it first.
+type Place = Arc<OnceCell<Arc<Kernel>>>;
+
+/// Every kernel that was loaded, for the next one in this process who needs it. Never unloaded: graphs may hold its launches, and unloading can
+/// wait for other ranks' kernels, as those do for the rank that unloads. A kernel keeps its context, so that the keys stay different ones.
+static LOADED: LazyLock<Mutex<HashMap<Key, Place>>> = LazyLock::new(Mutex::default);
+
+/// The kernels of one user of a device, loaded when they are first asked for.
 pub(super) struct Kernels {
     context: Context,
     arch: Arch,
@@ -79,8 +90,7 @@ impl Kernels {
             return Ok(kernel.clone());
         }
         let cubin = self.supply.get(program, self.arch)?;
-        let kernel = Kernel::load(&self.context, cubin.image(), program, self.shared_bytes)?;
-        let kernel = Arc::new(kernel);
+        let kernel = self.load(cubin.image(), program)?;
         loaded.insert(program, kernel.clone());
         Ok(kernel)
     }
@@ -91,9 +101,25 @@ impl Kernels {
         let missing: Vec<_> =
             programs.iter().copied().filter(|program| !loaded.contains_key(program)).collect();
         for (program, cubin) in self.supply.get_all(&missing, self.arch, party, parties)? {
-            let kernel = Kernel::load(&self.context, cubin.image(), program, self.shared_bytes)?;
-            loaded.insert(program, Arc::new(kernel));
+            loaded.insert(program, self.load(cubin.image(), program)?);
         }
         Ok(())
+    }
+
+    /// The kernel of a program, loaded unless somebody in this process has done so.
+    fn load(&self, image: &[u8], program: Program) -> Result<Arc<Kernel>> {
+        let load = || Kernel::load(&self.context, image, program, self.shared_bytes).map(Arc::new);
+        #[cfg(test)]
+        if self.supply.is_altered() {
+            return load();
+        }
+        let driver = ptr::from_ref(self.context.device().cuda().driver());
+        let key = (driver as usize, self.context.as_raw() as usize, program, self.shared_bytes);
+        // Loading takes long, and holds up only those who need the same kernel.
+        let cell = {
+            let mut all = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+            all.entry(key).or_default().clone()
+        };
+        cell.get_or_try_init(load).cloned()
     }
 }

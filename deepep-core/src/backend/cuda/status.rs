@@ -9,6 +9,9 @@ use super::pinned::PinnedMemory;
 use crate::error::Result;
 use crate::layout::{RecordKind, StatusLayout, StatusRecord};
 
+/// Times that a record which is being written is read again.
+const READS: usize = 1000;
+
 /// Pinned memory with the layout of a status block.
 pub(crate) struct StatusBlock {
     memory: PinnedMemory,
@@ -31,7 +34,8 @@ impl StatusBlock {
         // SAFETY: the record lies inside the block, aligned to 128 bytes; its first word is the sequence.
         let sequence =
             unsafe { AtomicU32::from_ptr(self.memory.host().as_ptr().add(self.layout.record(kind)).cast()) };
-        loop {
+        // Whoever asks will ask again: a record that keeps changing is not waited for.
+        for _ in 0..READS {
             let before = sequence.load(Ordering::Acquire);
             if before == 0 {
                 return None;
@@ -43,6 +47,7 @@ impl StatusBlock {
                 return Some(record);
             }
         }
+        None
     }
 
     /// A cell of the exact counts (see [`CountsLayout`](crate::layout::CountsLayout)), once the call with this tag has written it.

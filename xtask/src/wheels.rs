@@ -47,8 +47,10 @@ fn unpacked(folder: &str, wheels: &[(&str, &str)]) -> Result<PathBuf> {
     let specs: Vec<_> = wheels.iter().map(|(name, version)| format!("{name}=={version}")).collect();
     let all = specs.join(" ");
     eprintln!("xtask: fetching {all}");
+    // The folder is the cache: pip's own would hold every wheel a second time.
     run(Command::new("python3")
         .args(["-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--only-binary=:all:"])
+        .args(["--no-cache-dir"])
         .args(["--disable-pip-version-check", "--root-user-action=ignore", "--target"])
         .arg(&work)
         .args(&specs))

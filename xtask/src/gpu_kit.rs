@@ -1,0 +1,118 @@
+//! `xtask gpu-kit`: executables of all tests, benches, examples and programs in one folder, for a machine with GPUs and no cargo.
+
+use crate::wheels::root;
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// The script that runs the checks; it names executables by their place in the kit.
+const SCRIPT: &str = "tests/gpu-checks.sh";
+
+/// Crates with something to run on a GPU, and the targets that are built of them.
+const BUILDS: &[&[&str]] = &[
+    &["-p", "deepep-core", "--lib", "--tests"],
+    &["-p", "deepep-cli", "--bins"],
+    &["-p", "integration-tests", "--tests"],
+    &["-p", "nccl-gin", "-p", "nccl-gin-soft", "--lib", "--examples"],
+    &["-p", "benches", "--benches"],
+];
+
+/// Builds, and puts into `folder`: `bin/`, `bench/`, `example/`, `lib/` (unit tests, the plugin), `test/`, and the script.
+pub fn make(folder: Option<&str>) -> Result<()> {
+    let folder = Path::new(folder.context("into which folder?")?);
+    let mut files = 0;
+    for arguments in BUILDS {
+        for (from, to) in built(arguments)? {
+            let to = folder.join(to);
+            std::fs::create_dir_all(to.parent().expect("every file has a folder"))?;
+            std::fs::copy(&from, &to).with_context(|| format!("{} to {}", from.display(), to.display()))?;
+            files += 1;
+        }
+    }
+    std::fs::copy(root().join(SCRIPT), folder.join("gpu-checks.sh"))?;
+    println!("{files} executables and gpu-checks.sh are in {}", folder.display());
+    Ok(())
+}
+
+/// Runs a build and says where its executables lie, and where they go in the kit.
+fn built(arguments: &[&str]) -> Result<Vec<(PathBuf, PathBuf)>> {
+    let output = Command::new("cargo")
+        .args(["build", "--profile", "kit", "--message-format=json-render-diagnostics"])
+        .args(arguments)
+        .current_dir(root())
+        .stderr(Stdio::inherit())
+        .output()
+        .context("could not start cargo")?;
+    if !output.status.success() {
+        bail!("cargo build {} ended with {}", arguments.join(" "), output.status);
+    }
+    let mut files = Vec::new();
+    for line in String::from_utf8(output.stdout)?.lines() {
+        files.extend(carried(&serde_json::from_str(line)?));
+    }
+    Ok(files)
+}
+
+/// What a message of cargo says was made, if it is for the kit: an executable, or the plugin that NCCL loads.
+fn carried(message: &Value) -> Option<(PathBuf, PathBuf)> {
+    if message["reason"] != "compiler-artifact" {
+        return None;
+    }
+    let target = &message["target"];
+    let kind = target["kind"].as_array()?.iter().filter_map(Value::as_str).collect::<Vec<_>>();
+    if let Some(executable) = message["executable"].as_str() {
+        let folder = kind.iter().find(|k| ["bin", "bench", "example", "test"].contains(k)).unwrap_or(&"lib");
+        return Some((executable.into(), Path::new(folder).join(target["name"].as_str()?)));
+    }
+    if !kind.contains(&"cdylib") {
+        return None;
+    }
+    let library =
+        message["filenames"].as_array()?.iter().filter_map(Value::as_str).find(|f| f.ends_with(".so"))?;
+    Some((library.into(), Path::new("lib").join(Path::new(library).file_name()?)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the script runs are targets of this workspace.
+    #[test]
+    fn the_script_names_what_exists() {
+        let out = Command::new("bash").arg(root().join(SCRIPT)).args(["-n", "all"]).output().unwrap();
+        let text = String::from_utf8(out.stdout).unwrap();
+        assert!(out.status.success(), "{text}");
+        let mut named = 0;
+        for word in text.split_whitespace() {
+            let Some((kind, name)) = word.split_once('/') else { continue };
+            let source = match kind {
+                "test" => [format!("tests/tests/{name}.rs"), format!("tests/tests/{name}/main.rs")],
+                "bench" => [format!("benches/benches/{name}.rs"), String::new()],
+                "example" => {
+                    [format!("nccl-gin/examples/{name}.rs"), format!("nccl-gin-soft/examples/{name}/main.rs")]
+                }
+                "lib" => [name.replace('_', "-") + "/src/lib.rs", String::new()],
+                "bin" => ["deepep-cli/src/main.rs".to_owned(), String::new()],
+                _ => continue,
+            };
+            assert!(source.iter().any(|file| !file.is_empty() && root().join(file).is_file()), "{word}");
+            named += 1;
+        }
+        assert!(named > 40, "{named}: {text}");
+    }
+
+    #[test]
+    fn messages_of_cargo_are_understood() {
+        let message = |text: &str| carried(&serde_json::from_str(text).unwrap());
+        let test = r#"{"reason":"compiler-artifact","target":{"kind":["test"],"name":"ops"},"executable":"/x/ops-1","filenames":["/x/ops-1"]}"#;
+        assert_eq!(message(test).unwrap(), ("/x/ops-1".into(), "test/ops".into()));
+        let unit = r#"{"reason":"compiler-artifact","target":{"kind":["lib"],"name":"core"},"executable":"/x/core-1","filenames":[]}"#;
+        assert_eq!(message(unit).unwrap(), ("/x/core-1".into(), "lib/core".into()));
+        let plugin = r#"{"reason":"compiler-artifact","target":{"kind":["lib","cdylib"],"name":"p"},"executable":null,"filenames":["/x/libp.rlib","/x/libp.so"]}"#;
+        assert_eq!(message(plugin).unwrap(), ("/x/libp.so".into(), "lib/libp.so".into()));
+        assert!(message(r#"{"reason":"build-finished","success":true}"#).is_none());
+        let library = r#"{"reason":"compiler-artifact","target":{"kind":["lib"],"name":"p"},"executable":null,"filenames":["/x/libp.rlib"]}"#;
+        assert!(message(library).is_none());
+    }
+}

@@ -40,7 +40,7 @@ check() {
     log=$logs/${name//\//.}.txt
     (cd "$kit" && exec timeout -k 5 "$limit" env "$@") >"$log" 2>&1 </dev/null
     rc=$?
-    counts=$(awk '/^test result:/ { p += $4; f += $6 } /^skipped: / { s++ }
+    counts=$(awk '/^test result:/ { p += $4; f += $6 } /(^|\.\.\. )skipped: / { s++ }
         END { if (p + f) printf "%d passed, %d failed, %d skipped", p - s, f, s }' "$log")
     verdict=ok
     if ((rc == 124 || rc == 137)); then verdict="TIMEOUT"; elif ((rc)); then verdict="FAILED $rc"; fi
@@ -75,7 +75,9 @@ tests multicast 30 test/multicast_support gpus_tell
 
 group=nccl
 for i in "${!nccls[@]}"; do
-    tests "library-$i" 100 "NCCL_GIN_LIBRARY=${nccls[i]}" NCCL_MULTI_RANK_GPU_ENABLE=1 test/nccl_gpu
+    tests "library-$i" 100 "NCCL_GIN_LIBRARY=${nccls[i]}" test/nccl_gpu
+    check "properties-$i" 20 "NCCL_GIN_LIBRARY=${nccls[i]}" example/properties
+    check "window-$i" 30 "NCCL_GIN_LIBRARY=${nccls[i]}" example/window
 done
 
 group=gin
@@ -101,7 +103,7 @@ group=rounds
 tests ten-thousand 250 DEEPEP_TEST_ROUNDS=10000 test/ops random_rounds::gpu
 
 group=run
-run() { check "$1" 40 bin/deepep run --timeout 20 "${@:2}"; }
+run() { check "$1" 40 bin/deepep run --backend cuda --timeout 20 "${@:2}"; }
 run default
 for n in 1 2 4 8; do
     run "processes-$n" --ranks $n --tokens 256

@@ -1,8 +1,9 @@
-//! `xtask gpu-kit`: executables of all tests, benches, examples and programs in one folder, for a machine with GPUs and no cargo.
+//! `xtask gpu-kit`: the executables that checks on GPUs need in one folder, for a machine without cargo.
 
 use crate::wheels::root;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -18,21 +19,47 @@ const BUILDS: &[&[&str]] = &[
     &["-p", "benches", "--benches"],
 ];
 
-/// Builds, and puts into `folder`: `bin/`, `bench/`, `example/`, `lib/` (unit tests, the plugin), `test/`, and the script.
+/// Builds, and puts what the script names into `folder`: `bin/`, `bench/`, `example/`, `lib/` (unit tests, the plugin), `test/`; and the
+/// script.
 pub fn make(folder: Option<&str>) -> Result<()> {
     let folder = Path::new(folder.context("into which folder?")?);
-    let mut files = 0;
+    let mut missing = named()?;
     for arguments in BUILDS {
-        for (from, to) in built(arguments)? {
-            let to = folder.join(to);
+        for (from, place) in built(arguments)? {
+            if !missing.remove(&place) {
+                continue;
+            }
+            let to = folder.join(&place);
             std::fs::create_dir_all(to.parent().expect("every file has a folder"))?;
             std::fs::copy(&from, &to).with_context(|| format!("{} to {}", from.display(), to.display()))?;
-            files += 1;
+            println!("{}", place.display());
         }
     }
+    if !missing.is_empty() {
+        bail!("{SCRIPT} names what no build makes: {missing:?}");
+    }
     std::fs::copy(root().join(SCRIPT), folder.join("gpu-checks.sh"))?;
-    println!("{files} executables and gpu-checks.sh are in {}", folder.display());
     Ok(())
+}
+
+/// The executables that the script names, by their place in the kit.
+fn named() -> Result<BTreeSet<PathBuf>> {
+    let out = Command::new("bash")
+        .arg(root().join(SCRIPT))
+        .args(["-n", "all"])
+        .output()
+        .context("could not start bash")?;
+    let text = String::from_utf8(out.stdout)?;
+    if !out.status.success() {
+        bail!("{SCRIPT} -n all ended with {}", out.status);
+    }
+    let places = text.split_whitespace().filter_map(|word| {
+        // The plugin is named by its full path.
+        let from = word.find("lib/lib").filter(|_| word.ends_with(".so")).unwrap_or(0);
+        let folder = word[from..].split_once('/')?.0;
+        ["bin", "bench", "example", "lib", "test"].contains(&folder).then(|| PathBuf::from(&word[from..]))
+    });
+    Ok(places.collect())
 }
 
 /// Runs a build and says where its executables lie, and where they go in the kit.
@@ -80,26 +107,28 @@ mod tests {
     /// What the script runs are targets of this workspace.
     #[test]
     fn the_script_names_what_exists() {
-        let out = Command::new("bash").arg(root().join(SCRIPT)).args(["-n", "all"]).output().unwrap();
-        let text = String::from_utf8(out.stdout).unwrap();
-        assert!(out.status.success(), "{text}");
-        let mut named = 0;
-        for word in text.split_whitespace() {
-            let Some((kind, name)) = word.split_once('/') else { continue };
+        let named = named().unwrap();
+        for place in &named {
+            let (kind, name) = place.to_str().unwrap().split_once('/').unwrap();
             let source = match kind {
                 "test" => [format!("tests/tests/{name}.rs"), format!("tests/tests/{name}/main.rs")],
                 "bench" => [format!("benches/benches/{name}.rs"), String::new()],
                 "example" => {
                     [format!("nccl-gin/examples/{name}.rs"), format!("nccl-gin-soft/examples/{name}/main.rs")]
                 }
-                "lib" => [name.replace('_', "-") + "/src/lib.rs", String::new()],
-                "bin" => ["deepep-cli/src/main.rs".to_owned(), String::new()],
-                _ => continue,
+                "lib" => {
+                    let package = name.trim_start_matches("lib").trim_end_matches(".so").replace('_', "-");
+                    [package + "/src/lib.rs", String::new()]
+                }
+                _ => ["deepep-cli/src/main.rs".to_owned(), String::new()],
             };
-            assert!(source.iter().any(|file| !file.is_empty() && root().join(file).is_file()), "{word}");
-            named += 1;
+            assert!(
+                source.iter().any(|file| !file.is_empty() && root().join(file).is_file()),
+                "{}",
+                place.display()
+            );
         }
-        assert!(named > 40, "{named}: {text}");
+        assert!(named.len() > 20 && named.contains(Path::new("lib/libnccl_gin_soft.so")), "{named:?}");
     }
 
     #[test]

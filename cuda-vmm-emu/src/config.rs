@@ -2,8 +2,10 @@
 
 use crate::device::Device;
 use crate::error::EmulatorError;
+use crate::kernel::{Installed, Kernels};
 use cuda_vmm_sys::Function;
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How the driver treats FABRIC handles.
@@ -53,6 +55,7 @@ pub struct Config {
     pub(crate) stream_deadline: Duration,
     pub(crate) slot_deadline: Duration,
     pub(crate) missing: BTreeSet<Function>,
+    pub(crate) kernels: Option<Installed>,
 }
 
 impl Default for Config {
@@ -87,6 +90,7 @@ impl Config {
             stream_deadline: Duration::from_secs(30),
             slot_deadline: Duration::from_secs(30),
             missing: BTreeSet::new(),
+            kernels: None,
         }
     }
 
@@ -240,6 +244,13 @@ impl Config {
     #[must_use]
     pub fn without(mut self, function: Function) -> Self {
         self.missing.insert(function);
+        self
+    }
+
+    /// What runs in place of the devices' kernels. Without it, loading a module is `CUDA_ERROR_NOT_SUPPORTED`.
+    #[must_use]
+    pub fn kernels(mut self, kernels: Arc<dyn Kernels>) -> Self {
+        self.kernels = Some(Installed(kernels));
         self
     }
 

@@ -3,6 +3,8 @@
 use crate::config::Config;
 use crate::context::Contexts;
 use crate::faults::Faults;
+use crate::graph::Graphs;
+use crate::kernel::Modules;
 use crate::ledger::Incident;
 use crate::memory::physical::{Account, Handles};
 use crate::memory::space::Space;
@@ -31,6 +33,8 @@ pub(crate) struct Core {
     pub(crate) contexts: Mutex<Contexts>,
     pub(crate) handles: Mutex<Handles>,
     pub(crate) space: RwLock<Space>,
+    pub(crate) modules: Mutex<Modules>,
+    pub(crate) graphs: Mutex<Graphs>,
     incidents: Mutex<Vec<Incident>>,
 }
 
@@ -71,6 +75,8 @@ impl Core {
             contexts: Mutex::new(Contexts::new(config.devices.len())),
             handles: Mutex::default(),
             space: RwLock::default(),
+            modules: Mutex::default(),
+            graphs: Mutex::default(),
             incidents: Mutex::default(),
             config,
         }
@@ -108,7 +114,9 @@ impl Core {
         self.closed.store(true, Ordering::Release);
         let contexts = std::mem::take(&mut *lock(&self.contexts));
         let handles = std::mem::take(&mut *lock(&self.handles));
+        let modules = std::mem::take(&mut *lock(&self.modules));
+        let graphs = std::mem::take(&mut *lock(&self.graphs));
         write(&self.space).clear();
-        drop((contexts, handles));
+        drop((contexts, handles, modules, graphs));
     }
 }

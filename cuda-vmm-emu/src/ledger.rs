@@ -26,6 +26,10 @@ pub struct Ledger {
     pub streams: Vec<usize>,
     /// Handles of events.
     pub events: Vec<usize>,
+    /// Handles of modules.
+    pub modules: Vec<usize>,
+    /// Handles of graphs and executable graphs.
+    pub graphs: Vec<usize>,
     /// Allocations of `cuMemAlloc`.
     pub device_memory: Vec<Span>,
     /// Other processes' allocations, opened by IPC handles.
@@ -150,6 +154,8 @@ impl Ledger {
             ledger.streams = contexts.streams.keys().copied().collect();
             ledger.events = contexts.events.keys().copied().collect();
         }
+        ledger.modules = lock(&core.modules).handles();
+        ledger.graphs = lock(&core.graphs).handles();
         let mut objects = Vec::new();
         {
             let handles = lock(&core.handles);
@@ -198,6 +204,8 @@ impl Ledger {
         ledger.handles.sort_by_key(|handle| handle.handle);
         ledger.streams.sort_unstable();
         ledger.events.sort_unstable();
+        ledger.modules.sort_unstable();
+        ledger.graphs.sort_unstable();
         ledger
     }
 
@@ -210,6 +218,8 @@ impl Ledger {
             && self.contexts.is_empty()
             && self.streams.is_empty()
             && self.events.is_empty()
+            && self.modules.is_empty()
+            && self.graphs.is_empty()
             && self.device_memory.is_empty()
             && self.opened.is_empty()
             && self.host_memory.is_empty()
@@ -257,7 +267,12 @@ impl fmt::Display for Ledger {
         for Context { device, retains } in &self.contexts {
             writeln!(f, "context: of device {device}, {retains} references")?;
         }
-        for (what, handles) in [("stream", &self.streams), ("event", &self.events)] {
+        for (what, handles) in [
+            ("stream", &self.streams),
+            ("event", &self.events),
+            ("module", &self.modules),
+            ("graph", &self.graphs),
+        ] {
             for handle in handles {
                 writeln!(f, "{what}: {handle:#x}")?;
             }

@@ -7,11 +7,12 @@
 //!   export is a file descriptor that another process can import, a load from memory without access faults;
 //! - keeps the driver's rules, and refuses with the driver's codes what a driver refuses;
 //! - lies where drivers lie: FABRIC is claimed and refused unless the [`Config`] says otherwise;
+//! - captures streams into graphs, and replays them;
 //! - fails on demand ([`Faults`]): a call by function and number, late, or missing from the table; or plays an older driver;
 //! - keeps a [`Ledger`] of everything alive, for tests to find empty.
 //!
 //! What it does not do:
-//! - run kernels, modules or graphs: those functions return `CUDA_ERROR_NOT_SUPPORTED`;
+//! - run GPU code: modules and launches go to what [`Config::kernels`] was given, and are `CUDA_ERROR_NOT_SUPPORTED` without it;
 //! - place memory: a NUMA node, a device or compression is a label;
 //! - check host pointers: a copy from or to memory that the driver does not know goes to that address as the CPU would;
 //! - measure anything: its times are those of a CPU;
@@ -92,6 +93,8 @@ mod device;
 mod emulator;
 mod error;
 mod faults;
+mod graph;
+mod kernel;
 pub mod ledger;
 mod memory;
 mod multicast;
@@ -107,6 +110,7 @@ pub use device::Device;
 pub use emulator::Emulator;
 pub use error::EmulatorError;
 pub use faults::Faults;
+pub use kernel::{Kernel, Kernels, Launch, Module};
 pub use ledger::{Incident, Ledger};
 pub use memory::access::Access;
 pub use memory::physical::Location;

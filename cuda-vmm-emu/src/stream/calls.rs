@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 thread_local! {
-    /// What the thread said about captures. There are none, but who asks for another mode gets the old one back.
+    /// What the thread said about captures. It forbids nothing here, but who asks for another mode gets the old one back.
     static CAPTURE_MODE: Cell<CUstreamCaptureMode> = const { Cell::new(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL) };
 }
 
@@ -70,9 +70,10 @@ impl Core {
 
     pub(crate) unsafe fn cuStreamSynchronize(self: &Arc<Self>, stream: CUstream) -> Outcome {
         let stream = self.stream(stream)?;
+        stream.not_captured()?;
         stream.finish(self);
         // The default stream stands for the blocking ones as well.
-        for (other, ticket) in if stream.legacy { self.before(&stream) } else { Vec::new() } {
+        for (other, ticket) in if stream.legacy { self.before(&stream)? } else { Vec::new() } {
             other.await_ticket(self, ticket);
         }
         stream.poison.check()
@@ -80,8 +81,9 @@ impl Core {
 
     pub(crate) unsafe fn cuStreamQuery(self: &Arc<Self>, stream: CUstream) -> Outcome {
         let stream = self.stream(stream)?;
+        stream.not_captured()?;
         stream.poison.check()?;
-        let others = stream.legacy && !self.before(&stream).is_empty();
+        let others = stream.legacy && !self.before(&stream)?.is_empty();
         if stream.pending().is_some() || others { Err(code::NOT_READY) } else { Ok(()) }
     }
 
@@ -94,6 +96,9 @@ impl Core {
         require(flags & !1 == 0)?;
         let stream = self.stream_for_work(stream)?;
         let event = self.event(event)?;
+        if self.wait_in_capture(&stream, &event)? {
+            return Ok(());
+        }
         let generation = event.generation();
         stream.submit(self, Op::WaitEvent { event, generation }).map(drop)
     }
@@ -114,9 +119,19 @@ impl Core {
         stream: CUstream,
         status: *mut CUstreamCaptureStatus,
     ) -> Outcome {
-        self.stream(stream)?;
+        use CUstreamCaptureStatus as S;
+        let stream = self.stream(stream)?;
         // SAFETY: the caller's contract.
-        unsafe { put(status, CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE) }
+        unsafe {
+            put(
+                status,
+                match stream.capture() {
+                    None => S::CU_STREAM_CAPTURE_STATUS_NONE,
+                    Some(capture) if capture.is_broken() => S::CU_STREAM_CAPTURE_STATUS_INVALIDATED,
+                    Some(_) => S::CU_STREAM_CAPTURE_STATUS_ACTIVE,
+                },
+            )
+        }
     }
 
     pub(crate) unsafe fn cuThreadExchangeStreamCaptureMode(
@@ -165,6 +180,9 @@ impl Core {
         if event.device != stream.device {
             return Err(code::INVALID_HANDLE);
         }
+        if self.record_in_capture(&stream, &event)? {
+            return Ok(());
+        }
         let generation = event.record();
         let submitted = stream.submit(self, Op::Record { event: Arc::clone(&event), generation });
         if submitted.is_err() {
@@ -175,6 +193,7 @@ impl Core {
 
     pub(crate) unsafe fn cuEventQuery(self: &Arc<Self>, event: CUevent) -> Outcome {
         let event = self.event(event)?;
+        event.not_captured()?;
         let poison = Arc::clone(&lock(&self.contexts).devices[event.device].poison);
         poison.check()?;
         if event.has_happened(event.generation()) { Ok(()) } else { Err(code::NOT_READY) }
@@ -182,6 +201,7 @@ impl Core {
 
     pub(crate) unsafe fn cuEventSynchronize(self: &Arc<Self>, event: CUevent) -> Outcome {
         let event = self.event(event)?;
+        event.not_captured()?;
         let poison = Arc::clone(&lock(&self.contexts).devices[event.device].poison);
         let generation = event.generation();
         // Ends because every operation ahead of the record has a deadline of its own.

@@ -1,6 +1,7 @@
 //! Events: marks in a stream.
 
 use crate::core::fresh_handle;
+use crate::graph::Mark;
 use crate::status::{Outcome, code, lock};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -21,6 +22,8 @@ struct State {
     recorded: u64,
     happened: u64,
     at: Option<Instant>,
+    /// Where in a capture it was last recorded, if it was.
+    mark: Option<Mark>,
 }
 
 impl Event {
@@ -33,6 +36,7 @@ impl Event {
     pub(super) fn record(&self) -> u64 {
         let mut state = lock(&self.state);
         state.recorded += 1;
+        state.mark = None;
         state.recorded
     }
 
@@ -42,6 +46,20 @@ impl Event {
         if state.recorded == generation {
             state.recorded -= 1;
         }
+    }
+
+    /// Remembers a place in a capture, or forgets it.
+    pub(crate) fn set_mark(&self, mark: Option<Mark>) {
+        lock(&self.state).mark = mark;
+    }
+
+    pub(crate) fn mark(&self) -> Option<Mark> {
+        lock(&self.state).mark.clone()
+    }
+
+    /// Nobody can wait on the host for an event that was recorded in a capture.
+    pub(super) fn not_captured(&self) -> Outcome {
+        if self.mark().is_some() { Err(code::CAPTURED_EVENT) } else { Ok(()) }
     }
 
     /// The newest generation.

@@ -14,6 +14,7 @@ pub(crate) use op::{Op, Source, Whose};
 
 use crate::context::Poison;
 use crate::core::{Core, fresh_handle};
+use crate::graph::Capture;
 use crate::ledger::Incident;
 use crate::status::{Outcome, code, lock};
 use cuda_vmm_sys::{CUresult, CUstream};
@@ -37,6 +38,7 @@ pub(crate) struct Stream {
     pub(crate) poison: Arc<Poison>,
     state: Mutex<State>,
     changed: Condvar,
+    capture: Mutex<Option<Arc<Capture>>>,
 }
 
 #[derive(Debug, Default)]
@@ -58,13 +60,17 @@ impl Stream {
             poison,
             state: Mutex::default(),
             changed: Condvar::new(),
+            capture: Mutex::default(),
         })
     }
 
     /// Puts an operation at the stream's end. Returns the number by which [`await_ticket`](Self::await_ticket) knows it.
     pub(crate) fn submit(self: &Arc<Self>, core: &Arc<Core>, op: Op) -> Outcome<u64> {
         self.poison.check()?;
-        let others = core.before(self);
+        if let Some(capture) = self.capture() {
+            return capture.take(self.handle, op).map(|()| 0);
+        }
+        let others = core.before(self)?;
         if !others.is_empty() {
             self.push(core, Op::Join(others))?;
         }
@@ -100,6 +106,26 @@ impl Stream {
             self.start_worker(core)?;
         }
         result.map(|()| ticket)
+    }
+
+    /// The capture that the stream takes part in.
+    pub(crate) fn capture(&self) -> Option<Arc<Capture>> {
+        lock(&self.capture).clone()
+    }
+
+    pub(crate) fn set_capture(&self, capture: Option<Arc<Capture>>) {
+        *lock(&self.capture) = capture;
+    }
+
+    /// For calls that a stream must not get while it is captured; they end the capture.
+    fn not_captured(&self) -> Outcome {
+        match self.capture() {
+            None => Ok(()),
+            Some(capture) => {
+                capture.break_off();
+                Err(code::STREAM_CAPTURE_UNSUPPORTED)
+            }
+        }
     }
 
     /// Starts the thread that runs the queue. The caller has set `running`.
@@ -201,23 +227,26 @@ pub(crate) fn bounded(core: &Core, mut done: impl FnMut() -> Outcome<bool>) -> O
 impl Core {
     /// What must be done before the next operation of a stream: the legacy default stream and the blocking streams of its context
     /// take turns.
-    fn before(&self, stream: &Stream) -> Vec<(Arc<Stream>, u64)> {
+    ///
+    /// # Errors
+    /// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT` if a stream that the legacy default stream would wait for is captured.
+    fn before(&self, stream: &Stream) -> Outcome<Vec<(Arc<Stream>, u64)>> {
         if stream.non_blocking {
-            return Vec::new();
+            return Ok(Vec::new());
         }
         let contexts = lock(&self.contexts);
-        let Some(context) = contexts.devices.get(stream.device) else { return Vec::new() };
+        let Some(context) = contexts.devices.get(stream.device) else { return Ok(Vec::new()) };
         let pending = |other: &Arc<Stream>| other.pending().map(|ticket| (Arc::clone(other), ticket));
-        if stream.legacy {
-            let blocking =
-                contexts.streams.values().chain(context.thread_streams.values()).chain(&context.draining);
-            blocking
-                .filter(|other| other.device == stream.device && !other.non_blocking)
-                .filter_map(pending)
-                .collect()
-        } else {
-            context.default_stream.iter().filter_map(pending).collect()
+        if !stream.legacy {
+            return Ok(context.default_stream.iter().filter_map(pending).collect());
         }
+        let all = contexts.streams.values().chain(context.thread_streams.values()).chain(&context.draining);
+        let blocking = || all.clone().filter(|other| other.device == stream.device && !other.non_blocking);
+        if let Some(capture) = blocking().find_map(|other| other.capture()) {
+            capture.break_off();
+            return Err(code::STREAM_CAPTURE_IMPLICIT);
+        }
+        Ok(blocking().filter_map(pending).collect())
     }
 
     /// The stream behind a handle: one that was created, or a default stream of the current context.

@@ -2,6 +2,7 @@
 
 use super::{Event, Stream, TICK, bounded};
 use crate::core::{Core, as_host_function};
+use crate::kernel::Launched;
 use crate::memory::access::{Accessor, Need};
 use crate::memory::space::Space;
 use crate::status::{Outcome, code, read};
@@ -49,6 +50,8 @@ pub(crate) enum Op {
     Record { event: Arc<Event>, generation: u64 },
     WaitEvent { event: Arc<Event>, generation: u64 },
     Join(Vec<(Arc<Stream>, u64)>),
+    Launch(Launched),
+    Graph(Arc<Vec<Op>>),
 }
 
 impl Op {
@@ -56,7 +59,7 @@ impl Op {
     /// wait for what that thread does next.
     pub(super) fn runs_at_once(&self, core: &Core) -> bool {
         match self {
-            Self::Call { .. } => false,
+            Self::Call { .. } | Self::Launch(_) | Self::Graph(_) => false,
             Self::Wait { .. } | Self::WaitEvent { .. } | Self::Join(_) => {
                 self.is_ready(core).unwrap_or(false)
             }
@@ -101,6 +104,7 @@ impl Op {
                 }
                 Ok(())
             }
+            Self::Graph(ops) => ops.iter().try_for_each(|op| op.await_and_run(core)),
             _ => self.run(core),
         }
     }
@@ -162,6 +166,8 @@ impl Op {
                 event.happen(*generation);
                 Ok(())
             }
+            Self::Launch(launched) => launched.run(),
+            Self::Graph(ops) => ops.iter().try_for_each(|op| op.run(core)),
             Self::Wait { .. } | Self::WaitEvent { .. } | Self::Join(_) => Ok(()),
         }
     }

@@ -1,11 +1,13 @@
-// The fibers of all ranks' kernels, in one thread of the process.
+// The fibers of kernels, all in the thread that runs them: its state is that thread's own.
 #include "runtime.h"
 
+#include <sched.h>
 #include <setjmp.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <ucontext.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -68,18 +70,26 @@ struct Rank {
     std::vector<std::unique_ptr<BlockState>> blocks;
 };
 
-std::mt19937_64 chance;
-std::vector<Fiber*> ready;
-std::vector<Copy> copies;
-std::vector<uint8_t*> stacks;
-std::vector<Rank> ranks;
-Fiber* current;
-jmp_buf scheduler;
-ucontext_t entry, back;
-uint64_t steps;
-char* message;
-size_t message_bytes;
-jmp_buf failed;
+// Stacks that no fiber uses.
+struct Stacks : std::vector<uint8_t*> {
+    ~Stacks() {
+        for (uint8_t* s : *this) munmap(s, STACK);
+    }
+};
+
+thread_local std::mt19937_64 chance;
+thread_local std::vector<Fiber*> ready;
+thread_local std::vector<Copy> copies;
+thread_local Stacks stacks;
+thread_local std::vector<Rank> ranks;
+thread_local Fiber* current;
+thread_local jmp_buf scheduler;
+thread_local ucontext_t entry, back;
+thread_local uint64_t steps;
+thread_local bool alone;  // in a thread of its own: the clock is the machine's
+thread_local char* message;
+thread_local size_t message_bytes;
+thread_local jmp_buf failed;
 
 double seconds() {
     timespec t;
@@ -218,6 +228,8 @@ void run_all(double limit) {
         ready[i] = ready.back();
         ready.pop_back();
         resume(f);
+        // Somebody in another thread may have to come first.
+        if (alone && steps % 4096 == 0) sched_yield();
         if (steps % 65536 == 0 && seconds() > until) fiber_fail("kernels do not end; steps", steps);
     }
 }
@@ -225,7 +237,7 @@ void run_all(double limit) {
 }  // namespace
 
 extern "C" {
-FiberIndex fiber_thread, fiber_block, fiber_grid, fiber_threads;
+__thread FiberIndex fiber_thread, fiber_block, fiber_grid, fiber_threads;
 
 void fiber_yield() {
     ready.push_back(current);
@@ -260,7 +272,7 @@ void fiber_meet_warp(uint64_t value, uint64_t* all) {
     memcpy(all, w.values[turn], sizeof(w.values[turn]));
 }
 uint8_t* fiber_shared() { return current->block->shared; }
-uint64_t fiber_now() { return steps; }
+uint64_t fiber_now() { return alone ? (uint64_t)(seconds() * 1e9) : steps; }
 
 // A word: bit 0 the phase, bit 1 that the bytes of this phase are known, above them the bytes that are still to come.
 void fiber_barrier_init(uint64_t* bar) { *bar = 0; }
@@ -334,5 +346,16 @@ int fiber_run(uint64_t seed, const Launch* const* launches, const size_t* counts
     current = nullptr;
     run_all(limit);
     return 0;
+}
+
+// Runs one kernel. As above.
+int fiber_launch(void (*kernel)(const void*), const void* params, unsigned blocks, unsigned threads, unsigned shared_bytes, double limit, char* text,
+                 size_t text_bytes) {
+    static std::atomic<uint64_t> seed;
+    const Launch launch{kernel, params, blocks, threads, shared_bytes};
+    const Launch* list = &launch;
+    const size_t count = 1;
+    alone = true;
+    return fiber_run(seed++, &list, &count, 1, limit, text, text_bytes);
 }
 }

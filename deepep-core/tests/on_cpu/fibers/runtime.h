@@ -1,7 +1,8 @@
 // Kernels on CPUs, one fiber a thread: what the CPU versions of arch/ and of the language of kernels ask of the runtime.
 //
 // Fibers run one at a time and change places where they wait, where they meet, and at accesses that other ranks see; which goes on is drawn
-// from a seed. Bulk copies happen later than they are started, at times that are drawn, too.
+// from a seed. Bulk copies happen later than they are started, at times that are drawn, too. Either one thread runs all ranks' kernels (`fiber_run`),
+// or each kernel has a thread of its own, which others' threads share memory with (`fiber_launch`).
 #pragma once
 #include <cstdint>
 
@@ -10,7 +11,7 @@ struct FiberIndex {
 };
 
 extern "C" {
-extern FiberIndex fiber_thread, fiber_block, fiber_grid, fiber_threads;
+extern __thread FiberIndex fiber_thread, fiber_block, fiber_grid, fiber_threads;
 
 // Lets others run.
 void fiber_yield();

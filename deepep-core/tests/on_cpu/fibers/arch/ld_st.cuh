@@ -1,4 +1,5 @@
-// Accesses that other threads see let others run first. Vectors must be aligned, as on a device.
+// Accesses that other threads see let others run first. Vectors must be aligned, as on a device. Ranks may run in different threads of the machine:
+// words are read and written as a whole, and read-modify-writes are the machine's.
 #pragma once
 #include "arch/types.cuh"
 
@@ -8,7 +9,7 @@ template <class T>
 T seen(const T* p) {
     fiber_yield();
     if ((u64)p % sizeof(T)) fiber_fail("a misaligned access", (u64)p);
-    return *p;
+    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
 template <class T>
 T plain(const T* p) {
@@ -19,7 +20,7 @@ template <class T>
 void put(T* p, T v) {
     if ((u64)p % sizeof(T)) fiber_fail("a misaligned access", (u64)p);
     fiber_yield();
-    *p = v;
+    __atomic_store_n(p, v, __ATOMIC_RELEASE);
 }
 
 inline u32 ld_acquire_sys(const u32* p) { return seen(p); }
@@ -34,24 +35,22 @@ inline void st_relaxed_sys(u32* p, u32 v) { put(p, v); }
 inline void st_relaxed_sys(u64* p, u64 v) { put(p, v); }
 inline void st_relaxed_gpu(u64* p, u64 v) { put(p, v); }
 inline u64 cas_sys(u64* p, u64 expected, u64 desired) {
-    const u64 old = seen(p);
-    if (old == expected) *p = desired;
-    return old;
+    seen(p);
+    __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    return expected;
 }
 inline u32 cas_gpu(u32* p, u32 expected, u32 desired) {
-    const u32 old = seen(p);
-    if (old == expected) *p = desired;
-    return old;
+    seen(p);
+    __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    return expected;
 }
 inline u32 exchange_gpu(u32* p, u32 v) {
-    const u32 old = seen(p);
-    *p = v;
-    return old;
+    seen(p);
+    return __atomic_exchange_n(p, v, __ATOMIC_ACQ_REL);
 }
 inline u32 add_gpu(u32* p, u32 v) {
-    const u32 old = seen(p);
-    *p = old + v;
-    return old;
+    seen(p);
+    return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
 }
 inline u32 ld_acquire_cta_shared(const u32* p) { return seen(p); }
 inline void st_release_cta_shared(u32* p, u32 v) { put(p, v); }

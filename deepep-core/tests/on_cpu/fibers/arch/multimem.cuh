@@ -1,0 +1,25 @@
+// Multicast addresses, of which there are none here.
+#pragma once
+#include "arch/bf16.cuh"
+#include "arch/f16.cuh"
+#include "arch/ld_st.cuh"
+
+namespace arch {
+
+enum class Order : u32 { weak, relaxed, acquire, release };
+enum class Scope : u32 { none, gpu, sys };
+
+struct F32x4 { using Value = Vec16; };
+struct F16x8 { using Value = Vec16; };
+struct BF16x8 { using Value = Vec16; };
+struct U32 { using Value = u32; };
+struct U64 { using Value = u64; };
+
+template <class E, Order O, Scope S>
+void multimem_st(void* p, typename E::Value) { fiber_fail("a store to a multicast address", (u64)p); }
+template <class E, Order O, Scope S>
+Vec16 multimem_ld_reduce_add(const void* p) { fiber_fail("a load from a multicast address", (u64)p); }
+template <Order O, Scope S>
+void multimem_red_xor(u32* p, u32) { fiber_fail("a reduction at a multicast address", (u64)p); }
+
+}  // namespace arch

@@ -4,10 +4,13 @@ use crate::core::Core;
 use crate::memory::access::{Accessor, Need};
 use crate::memory::raw;
 use crate::memory::space::{Cover, Kind};
-use crate::status::{Outcome, array, code, lock, put, read, require};
+use crate::status::{Outcome, array, code, get, lock, put, read, require};
 use crate::stream::{Op, Source, Stream, Whose};
 use cuda_vmm_sys::ffi::{c_uchar, c_uint, c_void};
-use cuda_vmm_sys::{CUcontext, CUdeviceptr, CUmemcpyAttributes_v1, CUmemcpySrcAccessOrder, CUstream};
+use cuda_vmm_sys::{
+    CUDA_MEMCPY2D_v2, CUcontext, CUdeviceptr, CUmemcpyAttributes_v1, CUmemcpySrcAccessOrder, CUmemorytype,
+    CUstream,
+};
 use std::sync::Arc;
 
 /// One end of a copy.
@@ -74,6 +77,40 @@ impl Core {
         self.copy(&stream, end(to), end(from), length)
     }
 
+    /// Copies rows, each as a copy of its own. Arrays are not supported.
+    ///
+    /// # Safety
+    /// As for `cuMemcpy2DAsync`.
+    unsafe fn copy_rows(self: &Arc<Self>, copy: &CUDA_MEMCPY2D_v2, stream: CUstream) -> Outcome {
+        use CUmemorytype as M;
+        let end = |kind, host: *const c_void, device, pitch: usize, x: usize, y: usize| {
+            let (base, known) = match kind {
+                M::CU_MEMORYTYPE_HOST => (host as u64, false),
+                M::CU_MEMORYTYPE_DEVICE => (device, true),
+                M::CU_MEMORYTYPE_UNIFIED => (device, false),
+                M::CU_MEMORYTYPE_ARRAY => return Err(code::NOT_SUPPORTED),
+                _ => return Err(code::INVALID_VALUE),
+            };
+            // A pitch of zero stands for rows without gaps.
+            let pitch = if pitch == 0 { copy.WidthInBytes } else { pitch };
+            require(pitch >= copy.WidthInBytes)?;
+            Ok(move |row: usize| (base + ((y + row) * pitch + x) as u64, known))
+        };
+        let c = copy;
+        let from = end(c.srcMemoryType, c.srcHost, c.srcDevice, c.srcPitch, c.srcXInBytes, c.srcY)?;
+        let to = end(c.dstMemoryType, c.dstHost, c.dstDevice, c.dstPitch, c.dstXInBytes, c.dstY)?;
+        // All rows or none.
+        let device = self.stream_for_work(stream)?.device;
+        let check = |(address, known), need| {
+            self.check_end(End { address, device, known }, c.WidthInBytes as u64, need)
+        };
+        for row in 0..if c.WidthInBytes == 0 { 0 } else { c.Height } {
+            check(to(row), Need::Write)?;
+            check(from(row), Need::Read)?;
+        }
+        (0..c.Height).try_for_each(|row| self.copy_here(stream, to(row), from(row), c.WidthInBytes))
+    }
+
     /// Checks a set: aligned, in one range, and within reach of the stream's device.
     fn check_set(&self, stream: &Stream, address: u64, length: u64) -> Outcome {
         let contexts = lock(&self.contexts);
@@ -108,6 +145,15 @@ impl Core {
         stream: CUstream,
     ) -> Outcome {
         self.copy_here(stream, (to, false), (from, false), length)
+    }
+
+    pub(crate) unsafe fn cuMemcpy2DAsync(
+        self: &Arc<Self>,
+        copy: *const CUDA_MEMCPY2D_v2,
+        stream: CUstream,
+    ) -> Outcome {
+        // SAFETY: the caller's contract.
+        unsafe { self.copy_rows(&get(copy)?, stream) }
     }
 
     pub(crate) unsafe fn cuMemcpyHtoDAsync(

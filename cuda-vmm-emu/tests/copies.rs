@@ -4,7 +4,9 @@ mod common;
 
 use common::*;
 use cuda_vmm_emu::Config;
-use cuda_vmm_emu::sys::{CUmemcpyAttributes_v1, CUmemcpySrcAccessOrder, CUstream};
+use cuda_vmm_emu::sys::{
+    CUDA_MEMCPY2D_v2, CUmemcpyAttributes_v1, CUmemcpySrcAccessOrder, CUmemorytype, CUresult, CUstream,
+};
 use std::ptr;
 
 const DEFAULT: CUstream = ptr::null_mut();
@@ -57,6 +59,44 @@ fn copies_of_every_form_move_bytes() {
     leave(&driver, 0);
     call!(driver, cuDevicePrimaryCtxRelease(1)).unwrap();
     emulator.assert_empty();
+}
+
+#[test]
+fn rows_are_copied_with_their_pitches_all_or_none() {
+    let (emulator, driver) = start(Config::new(1));
+    make_current(&driver, 0);
+    let mut memory = 0;
+    call!(driver, cuMemAlloc(&mut memory, 64)).unwrap();
+    call!(driver, cuMemsetD8Async(memory, 0, 64, DEFAULT)).unwrap();
+    let source: Vec<u8> = (1..=12).collect();
+    let mut copy = CUDA_MEMCPY2D_v2 {
+        srcXInBytes: 1,
+        srcMemoryType: CUmemorytype::CU_MEMORYTYPE_HOST,
+        srcHost: source.as_ptr().cast(),
+        srcPitch: 4,
+        dstY: 1,
+        dstMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        dstDevice: memory,
+        dstPitch: 16,
+        WidthInBytes: 2,
+        Height: 3,
+        ..Default::default()
+    };
+    call!(driver, cuMemcpy2DAsync(&copy, DEFAULT)).unwrap();
+    let got = emulator.read(memory, 64).unwrap();
+    let mut expected = [0; 64];
+    for (row, bytes) in [[2, 3], [6, 7], [10, 11]].iter().enumerate() {
+        expected[16 * (row + 1)..][..2].copy_from_slice(bytes);
+    }
+    assert_eq!(got, expected);
+    // The last row does not fit.
+    (copy.dstY, copy.srcXInBytes) = (2, 0);
+    assert_eq!(call!(driver, cuMemcpy2DAsync(&copy, DEFAULT)), INVALID_VALUE);
+    (copy.dstY, copy.srcPitch) = (1, 1);
+    assert_eq!(call!(driver, cuMemcpy2DAsync(&copy, DEFAULT)), INVALID_VALUE);
+    assert_eq!(emulator.read(memory, 64).unwrap(), expected);
+    copy.srcMemoryType = CUmemorytype::CU_MEMORYTYPE_ARRAY;
+    assert_eq!(call!(driver, cuMemcpy2DAsync(&copy, DEFAULT)), Err(CUresult::CUDA_ERROR_NOT_SUPPORTED));
 }
 
 #[test]

@@ -79,6 +79,7 @@ on_both_sides!(
             assert_eq!(sum(&mut two, &of_two, out.view()), [bf16::ONE; TOKENS * HIDDEN]);
             // A buffer's own views may go round again.
             let again = one.dispatch(DispatchArgs::new(rows, ids.view())).unwrap();
+            again.event().wait(LONG).unwrap();
             assert_eq!(read::<bf16>(&one, again.x()), [bf16::ONE; TOKENS * HIDDEN]);
             drop((of_one, of_two, again));
             one.close().unwrap();

@@ -96,8 +96,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
     Items items;
     if (sends) load_items(b, lanes, share, items);
     b.epoch = *epoch_counter(b.d, OPERATION_DISPATCH, blockIdx.x) + 1;
+    bool useless = false;
     if (threadIdx.x == 0) {
-        b.control.failed = broken(b.d, OPERATION_DISPATCH, b.epoch);
+        useless = broken(b.d, OPERATION_DISPATCH, b.epoch);
+        b.control.failed = useless;
         b.control.over = RANKS;
         b.control.output[b.me] = (u64)b.own_output<u8>(0);
     }
@@ -106,8 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
         arch::mbarrier_init(&b.control.bars[0][0] + threadIdx.x);
         arch::mbarrier_init_done();
     }
-    __syncthreads();
-    if (!b.control.failed) {
+    // Not `control.failed`: in a cached dispatch a fast warp may already have set it again when a slow one looks.
+    if (!__syncthreads_or(useless)) {
         if (blockIdx.x == 0) {
             publish_place(b);
             // The other parity's tickets belong to the next call. (Combine's among them are zeroed once more than they need be: no combine runs.)

@@ -2,8 +2,11 @@
 
 use cuda_vmm_emu::sys::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt::Write as _;
-use std::path::Path;
+use std::io::Write as _;
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
 const SUCCESS: c_int = 0;
 const INVALID_INPUT: c_int = 3;
@@ -100,36 +103,67 @@ fn host_source(source: &str) -> String {
 impl Program {
     /// Compiles. What the compiler said is the log; false if it refused.
     fn compile(&mut self) -> std::io::Result<bool> {
+        let runtime = runtime()?;
         let folder = tempfile::tempdir()?;
-        let write = |name: &str, text: &str| -> std::io::Result<()> {
-            let path = folder.path().join(name);
-            std::fs::create_dir_all(path.parent().unwrap_or(Path::new("/")))?;
-            std::fs::write(path, text)
-        };
-        for (name, text) in self.headers.iter().filter(|(name, _)| !name.starts_with("arch/")) {
-            write(name, text)?;
-        }
-        for (name, text) in FILES {
-            write(name, text)?;
-        }
+        write(folder.path(), self.headers.iter().filter(|(name, _)| !name.starts_with("arch/")))?;
+        write(folder.path(), FILES)?;
         let shared = "extern __shared__ __align__(128) u8 shared[];";
         let source = self.source.replace(shared, "u8* shared = fiber_shared();");
-        write("kernel.cu", &source.replace("extern \"C\" __global__", "__global__"))?;
-        write("host.cpp", &host_source(&self.source))?;
-        let library = folder.path().join("kernel.so");
-        let output = Command::new("g++")
-            .args(["-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-I."])
-            .args(["host.cpp", "runtime.cpp", "-o"])
-            .arg(&library)
-            .current_dir(folder.path())
+        let source = source.replace("extern \"C\" __global__", "__global__");
+        let host = host_source(&self.source);
+        write(folder.path(), &[("kernel.cu", source), ("host.cpp", host)])?;
+        let output = gcc(folder.path())
+            .args(["-O1", "-shared", "host.cpp", "-o", "kernel.so"])
+            .arg(runtime)
             .output()?;
         self.log = output.stderr;
         if !output.status.success() {
             return Ok(false);
         }
-        self.image = std::fs::read(library)?;
+        self.image = std::fs::read(folder.path().join("kernel.so"))?;
         Ok(true)
     }
+}
+
+/// The runtime, compiled once in a process.
+fn runtime() -> std::io::Result<&'static Path> {
+    static OBJECT: Mutex<Option<&'static Path>> = Mutex::new(None);
+    let mut object = OBJECT.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(object) = *object {
+        return Ok(object);
+    }
+    let folder = tempfile::tempdir()?;
+    write(folder.path(), FILES)?;
+    let output = gcc(folder.path()).args(["-O2", "-c", "runtime.cpp"]).output()?;
+    if !output.status.success() {
+        return Err(std::io::Error::other(String::from_utf8_lossy(&output.stderr)));
+    }
+    let bytes = std::fs::read(folder.path().join("runtime.o"))?;
+    // In memory, so that nothing is left when the process ends in whatever way.
+    let file = rustix::fs::memfd_create("runtime.o", rustix::fs::MemfdFlags::empty())?;
+    let mut file = std::fs::File::from(file);
+    file.write_all(&bytes)?;
+    let path = format!("/proc/{}/fd/{}", std::process::id(), std::mem::ManuallyDrop::new(file).as_raw_fd());
+    let path: &'static Path = Box::leak(PathBuf::from(path).into_boxed_path());
+    Ok(object.insert(path))
+}
+
+fn gcc(folder: &Path) -> Command {
+    let mut command = Command::new("g++");
+    command.args(["-std=c++20", "-w", "-fPIC", "-U_FORTIFY_SOURCE", "-I."]).current_dir(folder);
+    command
+}
+
+fn write<'a, N: AsRef<str> + 'a, T: AsRef<str> + 'a>(
+    folder: &Path,
+    files: impl IntoIterator<Item = &'a (N, T)>,
+) -> std::io::Result<()> {
+    for (name, text) in files {
+        let path = folder.join(name.as_ref());
+        std::fs::create_dir_all(path.parent().unwrap_or(folder))?;
+        std::fs::write(path, text.as_ref())?;
+    }
+    Ok(())
 }
 
 /// # Safety

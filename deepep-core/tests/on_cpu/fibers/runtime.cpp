@@ -1,11 +1,11 @@
 // The fibers of kernels, all in the thread that runs them: its state is that thread's own.
 #include "runtime.h"
 
-#include <sched.h>
 #include <setjmp.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
@@ -87,6 +87,7 @@ thread_local jmp_buf scheduler;
 thread_local ucontext_t entry, back;
 thread_local uint64_t steps;
 thread_local bool alone;  // in a thread of its own: the clock is the machine's
+thread_local uint64_t idle;  // accesses since somebody saw or did something new
 thread_local char* message;
 thread_local size_t message_bytes;
 thread_local jmp_buf failed;
@@ -163,6 +164,7 @@ void start(unsigned r) {
 }
 
 void end(Fiber* f) {
+    idle = 0;
     stacks.push_back(f->stack);
     Rank& rank = ranks[f->rank];
     const unsigned r = f->rank;
@@ -177,6 +179,7 @@ void end(Fiber* f) {
 
 // Takes one step of a copy that is under way.
 void step_copy() {
+    idle = 0;
     const unsigned i = draw((unsigned)copies.size());
     Copy& c = copies[i];
     if (c.lazy && !ready.empty() && draw(500) != 0) return;
@@ -228,8 +231,11 @@ void run_all(double limit) {
         ready[i] = ready.back();
         ready.pop_back();
         resume(f);
-        // Somebody in another thread may have to come first.
-        if (alone && steps % 4096 == 0) sched_yield();
+        // Somebody in another thread has to come first.
+        if (alone && idle > 2 * ready.size() + 64) {
+            idle = 0;
+            usleep(200);
+        }
         if (steps % 65536 == 0 && seconds() > until) fiber_fail("kernels do not end; steps", steps);
     }
 }
@@ -243,7 +249,19 @@ void fiber_yield() {
     ready.push_back(current);
     leave();
 }
+void fiber_saw(const void* at, uint64_t value) {
+    struct Seen {
+        uint64_t key, value;
+    };
+    thread_local std::vector<Seen> table(1 << 14);
+    const uint64_t key = (uint64_t)at * 0x9e3779b97f4a7c15 ^ (uint64_t)current * 0xff51afd7ed558ccd;
+    Seen& entry = table[key >> 50];
+    if (entry.key == key && entry.value == value) idle++;
+    else idle = 0;
+    entry = {key, value};
+}
 unsigned fiber_meet_block(unsigned vote) {
+    idle = 0;
     BlockState& b = *current->block;
     b.votes += vote;
     if (++b.arrived == b.size) {

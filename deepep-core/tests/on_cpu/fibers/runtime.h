@@ -15,6 +15,8 @@ extern __thread FiberIndex fiber_thread, fiber_block, fiber_grid, fiber_threads;
 
 // Lets others run.
 void fiber_yield();
+// Tells what a thread saw that others may change: threads that see the same again and again wait for another thread of the machine.
+void fiber_saw(const void* at, uint64_t value);
 // All threads of a block meet; returns how many of them voted.
 unsigned fiber_meet_block(unsigned vote);
 // All lanes of a warp meet and tell each other a value.

@@ -9,7 +9,9 @@ template <class T>
 T seen(const T* p) {
     fiber_yield();
     if ((u64)p % sizeof(T)) fiber_fail("a misaligned access", (u64)p);
-    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+    const T v = __atomic_load_n(p, __ATOMIC_ACQUIRE);
+    fiber_saw(p, (u64)v);
+    return v;
 }
 template <class T>
 T plain(const T* p) {

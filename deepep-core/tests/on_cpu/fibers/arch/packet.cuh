@@ -16,6 +16,7 @@ inline Vec16 ld_packet(const Vec16* p) {
     fiber_yield();
     plain(p);
     const PacketVector v = *(const volatile PacketVector*)p;
+    fiber_saw(p, (u64)(v[0] ^ v[1]) << 32 | (v[2] ^ v[3]));
     return {v[0], v[1], v[2], v[3]};
 }
 

@@ -9,6 +9,7 @@ mod kernels;
 mod nccl_abi;
 mod nccl_bindgen;
 mod nccl_functions;
+mod software_gpu;
 mod test;
 mod wheels;
 

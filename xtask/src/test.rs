@@ -1,9 +1,10 @@
 //! `xtask test`: everything CI runs, in the order that fails fastest.
 
+use crate::software_gpu;
 use crate::wheels::{self, root, run};
 use anyhow::{Context, Result, bail};
 use std::io::{BufRead, BufReader};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Instant;
 
 /// Numbers of ranks whose kernels are compiled by nvcc: one, which has fewer kernels, and the fewest that has all of them.
@@ -20,7 +21,13 @@ pub fn test() -> Result<()> {
     })?;
     let mut counts = Counts::default();
     step("test", || {
-        counts = tests(&["test", "--workspace", "--all-features", "--no-fail-fast"])?;
+        counts = counted(&mut command(&["test", "--workspace", "--all-features", "--no-fail-fast"])?)?;
+        Ok(())
+    })?;
+    step("software GPU", || {
+        for mut check in software_gpu::checks(command)? {
+            counts.add(&counted(&mut check)?);
+        }
         Ok(())
     })?;
     step("doc", || {
@@ -88,6 +95,12 @@ struct Counts {
 }
 
 impl Counts {
+    fn add(&mut self, other: &Self) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.skipped += other.skipped;
+    }
+
     /// Reads one line of the test runner's output.
     fn read(&mut self, line: &str) {
         if line.starts_with("skipped: ") {
@@ -103,15 +116,14 @@ impl Counts {
     }
 }
 
-/// Runs the tests, shows what they print, and counts.
-fn tests(arguments: &[&str]) -> Result<Counts> {
+/// Runs tests, shows what they print, and counts.
+fn counted(command: &mut Command) -> Result<Counts> {
     // One stream, so that lines keep their order.
     let (reader, writer) = std::io::pipe()?;
-    let mut command = command(arguments)?;
     command.stdout(writer.try_clone()?).stderr(writer);
     let mut child = command.spawn().context("could not start cargo")?;
     // The pipe ends when the last process that holds it does; this one must not.
-    drop(command);
+    command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut counts = Counts::default();
     for line in BufReader::new(reader).lines() {
         let line = line?;

@@ -30,6 +30,17 @@ inline u64 ld_acquire_sys(const u64* p) { return seen(p); }
 inline u64 ld_acquire_gpu(const u64* p) { return seen(p); }
 inline u64 ld_relaxed_sys(const u64* p) { return seen(p); }
 inline u64 ld_relaxed_gpu(const u64* p) { return seen(p); }
+// Two words, each for itself.
+inline void ld_relaxed_sys(const u64* p, u64& a, u64& b) {
+    if ((u64)p % 16) fiber_fail("a misaligned pair of words", (u64)p);
+    a = seen(p);
+    b = seen(p + 1);
+}
+inline void st_relaxed_sys(u64* p, u64 a, u64 b) {
+    if ((u64)p % 16) fiber_fail("a misaligned pair of words", (u64)p);
+    put(p, a);
+    put(p + 1, b);
+}
 inline void st_release_sys(u32* p, u32 v) { put(p, v); }
 inline void st_release_sys(u64* p, u64 v) { put(p, v); }
 inline void st_release_gpu(u64* p, u64 v) { put(p, v); }

@@ -203,6 +203,16 @@ fn the_default_stream_takes_turns_with_blocking_streams() {
     let mut current = ptr::null_mut();
     call!(driver, cuCtxGetCurrent(&mut current)).unwrap();
     assert_eq!(context, current);
+    let number = |stream| {
+        let mut number = 0;
+        call!(driver, cuStreamGetId(stream, &mut number)).map(|()| number)
+    };
+    let numbers = [ptr::null_mut(), 2 as CUstream, blocking, apart].map(|stream| number(stream).unwrap());
+    for (i, one) in numbers.iter().enumerate() {
+        assert!(!numbers[..i].contains(one), "{numbers:?}");
+    }
+    assert_eq!(number(1 as CUstream).unwrap(), numbers[0], "both are the legacy default stream");
+    assert!(number(0x1234_5678 as CUstream).is_err());
     for stream in [blocking, apart] {
         call!(driver, cuStreamDestroy(stream)).unwrap();
     }

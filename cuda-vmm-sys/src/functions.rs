@@ -167,6 +167,8 @@ macro_rules! for_each_function {
         cuStreamWaitEvent = "cuStreamWaitEvent", "cuStreamWaitEvent", 3020: fn(hStream: $crate::CUstream, hEvent: $crate::CUevent, Flags: $crate::ffi::c_uint);
         /// Context of a stream.
         cuStreamGetCtx = "cuStreamGetCtx", "cuStreamGetCtx", 9020: fn(hStream: $crate::CUstream, pctx: *mut $crate::CUcontext);
+        /// Number of a stream, which no other stream of the process ever has.
+        cuStreamGetId = "cuStreamGetId", "cuStreamGetId", 12000: fn(hStream: $crate::CUstream, streamId: *mut $crate::ffi::c_ulonglong);
         /// Creates an event in the current context.
         cuEventCreate = "cuEventCreate", "cuEventCreate", 2000: fn(phEvent: *mut $crate::CUevent, Flags: $crate::ffi::c_uint);
         /// Destroys an event.

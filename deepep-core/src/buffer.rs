@@ -214,9 +214,7 @@ impl ElasticBuffer {
         after: Option<EventRef<'_>>,
     ) -> Result<Event> {
         self.check()?;
-        let order = Order { stream, after };
-        self.shared.backend.admit(&order, false)?;
-        let outcome = self.shared.backend.barrier(order);
+        let outcome = self.shared.backend.barrier(Order { stream, after });
         self.settle(outcome)
     }
 

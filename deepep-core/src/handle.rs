@@ -300,7 +300,6 @@ impl Dispatched {
         }
         out.require_shape("out", view.rows(), view.columns())?;
         let copy = Copy2d::between(&view, &out)?;
-        shared.backend.admit(&order, false)?;
         // SAFETY: the view lies in this result's slot (checked), which the lease keeps; `out` is exclusively borrowed, hence elsewhere. That both
         // exist until the copy has run is what views of device memory promise.
         unsafe { shared.backend.copy(copy, order) }

@@ -118,6 +118,7 @@ pub const FUNCTIONS: &[Function] = &[
     f("cuStreamQuery", 2000, "Whether a stream has finished; `CUDA_ERROR_NOT_READY` while it has not."),
     f("cuStreamWaitEvent", 3020, "Makes a stream wait for an event."),
     f("cuStreamGetCtx", 9020, "Context of a stream."),
+    f("cuStreamGetId", 12000, "Number of a stream, which no other stream of the process ever has."),
     f("cuEventCreate", 2000, "Creates an event in the current context."),
     v("cuEventDestroy", 4000, "cuEventDestroy_v2", "Destroys an event."),
     f("cuEventRecord", 2000, "Records an event in a stream."),

@@ -114,6 +114,17 @@ impl Core {
         unsafe { put(context, handle as CUcontext) }
     }
 
+    pub(crate) unsafe fn cuStreamGetId(
+        self: &Arc<Self>,
+        stream: CUstream,
+        number: *mut std::ffi::c_ulonglong,
+    ) -> Outcome {
+        // Handles are never given out again, and those of default streams are no user's.
+        let stream = self.stream(stream)?;
+        // SAFETY: the caller's contract.
+        unsafe { put(number, stream.handle as _) }
+    }
+
     pub(crate) unsafe fn cuStreamIsCapturing(
         self: &Arc<Self>,
         stream: CUstream,

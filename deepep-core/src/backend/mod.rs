@@ -28,6 +28,16 @@ impl Order<'_> {
     pub(crate) fn is_implicit(&self) -> bool {
         self.stream.is_none() && self.after.is_none()
     }
+
+    /// Checks that the caller names neither, where there are none.
+    pub(crate) fn require_implicit(&self) -> Result<()> {
+        if self.is_implicit() {
+            return Ok(());
+        }
+        let problem =
+            "the host backend has none: an operation has run when its call returns; leave it out".into();
+        Err(Error::Tensor { tensor: "stream or event", problem })
+    }
 }
 
 /// `height` pieces of `width` bytes.
@@ -202,8 +212,6 @@ pub(crate) struct Ran<'a> {
 /// nothing was sent, and the call can be repeated.
 pub(crate) trait Backend: Send + Sync {
     fn kind(&self) -> BackendKind;
-    /// Checks, before anything is enqueued, that an operation can be ordered like this and its host can wait for it if it is to.
-    fn admit(&self, order: &Order<'_>, waits: bool) -> Result<()>;
     fn dispatch(&self, call: DispatchCall<'_>) -> Result<Result<DispatchOutcome>>;
     fn combine(&self, call: CombineCall<'_>) -> Result<Result<Event>>;
     fn barrier(&self, order: Order<'_>) -> Result<Result<Event>>;

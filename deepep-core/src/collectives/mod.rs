@@ -275,11 +275,8 @@ impl Collectives {
     }
 
     fn check(&self, kind: CollectiveKind, input: &Extent, output: &Extent, order: &Order<'_>) -> Result<()> {
-        let backend = self.backend.kind();
-        if backend != BackendKind::Cuda && !order.is_implicit() {
-            let problem =
-                "the host backend has none: an operation has run when its call returns; leave it out";
-            return Err(Error::Tensor { tensor: "stream or event", problem: problem.into() });
+        if self.backend.kind() != BackendKind::Cuda {
+            order.require_implicit()?;
         }
         for (tensor, extent) in [("input", input), ("output", output)] {
             self.site.require(tensor, extent)?;

@@ -352,8 +352,6 @@ impl<'a> DispatchArgs<'a> {
         self.check_tensors(shared, &shape)?;
         let (output, handle_layout) = shared.layout.fits_dispatch(&shape)?;
         let digest = self.digest(&shape);
-        let waits = self.exact && matches!(self.route, Route::Fresh(_));
-        shared.backend.admit(&self.order, waits)?;
         let lease = Lease::take(shared, SlotKind::Output)?;
         let (positions, handle, handle_layout, exact) = match &self.route {
             Route::Fresh(topk_idx) => {

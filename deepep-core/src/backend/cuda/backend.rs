@@ -1,13 +1,13 @@
 //! The backend on GPUs: calls become launches, and what kernels report becomes results.
 
-use std::collections::HashMap;
-use std::hash::Hash;
 use std::mem::ManuallyDrop;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::events::CudaEvent;
 use super::pinned::Readback;
+use super::plans::Plans;
 use super::queue::{Queue, public};
 use super::reports::{Reports, Told};
 use super::{
@@ -36,47 +36,22 @@ struct Parts {
     engine: Engine,
     readback: Readback,
     queue: Queue,
-    state: Mutex<State>,
+    plans: Mutex<Plan>,
+    /// Dispatches so far, captured ones included.
+    dispatches: AtomicU32,
+    /// A dispatch was captured: from then on the device counts calls that the host doesn't see.
+    captured: AtomicBool,
+    /// Newest records of bad ids that the caller knows of, once the host's count and the device's may differ.
+    told: Mutex<[u32; RecordKind::COUNT]>,
     layout: HeapLayout,
     /// What kernels write to.
     heap: Arc<Heap>,
 }
 
 #[derive(Default)]
-struct State {
-    /// Dispatches so far, captured ones included.
-    dispatches: u32,
-    /// A dispatch was captured: from then on the device counts calls that the host doesn't see.
-    captured: bool,
-    /// Newest records of bad ids that the caller knows of, once the host's count and the device's may differ.
-    told: [u32; RecordKind::COUNT],
-    dispatch_plans: Plans<DispatchShape, DispatchPlan>,
-    combine_plans: Plans<(CombineShape, DispatchShape), CombinePlan>,
-}
-
-/// Plans by shape. Callers use few shapes; whoever uses many pays for making plans again.
-struct Plans<K, P>(HashMap<K, Arc<P>>);
-
-impl<K, P> Default for Plans<K, P> {
-    fn default() -> Self {
-        Self(HashMap::new())
-    }
-}
-
-impl<K: Eq + Hash, P> Plans<K, P> {
-    const MOST: usize = 64;
-
-    fn get(&mut self, key: K, make: impl FnOnce(&K) -> Result<P>) -> Result<Arc<P>> {
-        if let Some(plan) = self.0.get(&key) {
-            return Ok(plan.clone());
-        }
-        let plan = Arc::new(make(&key)?);
-        if self.0.len() >= Self::MOST {
-            self.0.clear();
-        }
-        self.0.insert(key, plan.clone());
-        Ok(plan)
-    }
+struct Plan {
+    dispatch: Plans<DispatchShape, DispatchPlan>,
+    combine: Plans<(CombineShape, DispatchShape), CombinePlan>,
 }
 
 impl CudaBackend {
@@ -106,19 +81,29 @@ impl CudaBackend {
         let queue = Queue::new(gpu.context(), reports)?;
         // All that calls can need: loading one later could have to wait for a kernel that waits for this rank.
         engine.prewarm(&engine.programs())?;
-        let parts = Parts { engine, readback, queue, state: Mutex::default(), layout, heap };
+        let parts = Parts {
+            engine,
+            readback,
+            queue,
+            plans: Mutex::default(),
+            dispatches: AtomicU32::new(0),
+            captured: AtomicBool::new(false),
+            told: Mutex::default(),
+            layout,
+            heap,
+        };
         let backend = Self { parts: ManuallyDrop::new(parts) };
         backend.clear_workspace()?;
         Ok(backend)
     }
 
     fn clear_workspace(&self) -> Result<()> {
-        let turn = self.queue().begin(&Order::default())??;
+        let turn = self.queue().begin(&Order::default(), false)??;
         let (base, bytes) = (self.parts.heap.base(), self.parts.layout.workspace.bytes);
-        let context = self.queue().context();
-        let _bound = context.bind()?;
-        // SAFETY: the workspace lies at the start of this rank's range, which is mapped for this device; nobody uses it yet.
-        unsafe { context.device().cuda().driver().cuMemsetD8Async(base, 0, bytes, turn.stream) }
+        let driver = self.queue().context().device().cuda().driver();
+        // SAFETY: the turn keeps the context current. The workspace lies at the start of this rank's range, which is mapped for this device;
+        // nobody uses it yet.
+        unsafe { driver.cuMemsetD8Async(base, 0, bytes, turn.stream) }
             .map_err(|source| call_failed(format!("zeroing {bytes} bytes of workspace"), source))?;
         let end = turn.end()?;
         end.wait_reached("zeroing the workspace", self.reports().patience())
@@ -132,8 +117,12 @@ impl CudaBackend {
         self.parts.queue.reports()
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.parts.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn plans(&self) -> MutexGuard<'_, Plan> {
+        self.parts.plans.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn told(&self) -> MutexGuard<'_, [u32; RecordKind::COUNT]> {
+        self.parts.told.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// An address for a kernel: 0 says that there is no tensor, so one without elements gets another that is not used.
@@ -148,10 +137,7 @@ impl CudaBackend {
     /// The counts of a dispatch that was asked for them, and what went wrong in it.
     fn outcome(&self, number: u32, call: &DispatchCall<'_>, end: Arc<CudaEvent>) -> Result<DispatchOutcome> {
         let (reports, shape) = (self.reports(), &call.shape);
-        let told = {
-            let _bound = self.queue().context().bind()?;
-            reports.counts(tag(number), shape, &end)
-        };
+        let told = reports.counts(tag(number), shape, &end);
         if told.as_ref().is_err_and(|error| !matches!(error, Error::StillRunning { .. })) {
             // All blocks of a kernel leave soon after the first has given up. The caller is told when nothing uses its tensors any
             // more; if that can't be said, the first error is the better one all the same. Whose time is up has waited for it already.
@@ -174,17 +160,17 @@ impl CudaBackend {
 
     /// A record of bad ids that belongs to a dispatch, or to a captured one that nobody has heard of.
     fn bad_ids(&self, number: u32) -> Option<(RecordKind, StatusRecord)> {
-        let state = self.state();
+        let captured = self.parts.captured.load(Ordering::Acquire);
         [RecordKind::BadExpert, RecordKind::DuplicateExpert].into_iter().find_map(|kind| {
             let record = self.reports().newest(kind)?;
-            let told = state.captured.then(|| state.told[kind as usize]);
+            let told = captured.then(|| self.told()[kind as usize]);
             concerns(record.sequence, number, told).then_some((kind, record))
         })
     }
 
     fn wrong_ids(&self, ran: &Ran<'_>) -> Result<Option<Problem>> {
         let Some((kind, record)) = self.bad_ids(ran.number) else { return Ok(None) };
-        self.state().told[kind as usize] = record.sequence;
+        self.told()[kind as usize] = record.sequence;
         let (rank, token, lane) = (self.reports().rank(), record.index as usize, record.lane as usize);
         let (expert, experts) = (record.seen as i64, record.expected as usize);
         if kind == RecordKind::BadExpert {
@@ -245,18 +231,15 @@ impl Backend for CudaBackend {
         BackendKind::Cuda
     }
 
-    fn admit(&self, order: &Order<'_>, waits: bool) -> Result<()> {
-        self.queue().admit(order, waits)
-    }
-
     fn dispatch(&self, mut call: DispatchCall<'_>) -> Result<Result<DispatchOutcome>> {
-        let mut state = self.state();
         let engine = &self.parts.engine;
-        let plan = match state.dispatch_plans.get(call.shape, |shape| engine.plan_dispatch(shape)) {
+        let planned = self.plans().dispatch.get(&call.shape, |shape| engine.plan_dispatch(shape));
+        let plan = match planned {
             Ok(plan) => plan,
             Err(e) => return Ok(Err(e)),
         };
-        let number = state.dispatches.wrapping_add(1);
+        // One call at a time comes here.
+        let number = self.parts.dispatches.load(Ordering::Acquire).wrapping_add(1);
         let [row_stride, pack_stride] = call.scales.map_or([0, 0], |scales| scales.strides());
         let topk_idx = match &call.positions {
             Positions::Fresh { topk_idx } => self.address(Some(topk_idx)),
@@ -277,17 +260,22 @@ impl Backend for CudaBackend {
             count_tag: if call.exact { tag(number) } else { 0 },
             digest: call.digest,
         };
-        let turn = match self.queue().begin(&call.order)? {
+        let turn = match self.queue().begin(&call.order, call.exact)? {
             Ok(turn) => turn,
             Err(e) => return Ok(Err(e)),
         };
-        // SAFETY: the plan is this engine's. The tensors have the call's sizes on this device until the call has run (the promise of
+        // SAFETY: the plan is this engine's, whose context the turn keeps current. The tensors have the call's sizes on this device until the call has run (the promise of
         // a view of device memory), the slots are leased for it, and a cached handle was made by this buffer with the same
         // tokens (all checked when the call was planned). The stream is the caller's, of this device, or the own one.
-        unsafe { engine.dispatch(&plan, &launch, turn.stream)? };
-        state.dispatches = number;
-        state.captured |= turn.captured;
-        drop(state);
+        let launched = unsafe { engine.dispatch(&plan, &launch, turn.stream) };
+        if let Err(e) = launched {
+            // Nothing was enqueued.
+            return Ok(Err(e));
+        }
+        self.parts.dispatches.store(number, Ordering::Release);
+        if turn.captured {
+            self.parts.captured.store(true, Ordering::Release);
+        }
         let end = turn.end()?;
         // What is written belongs to the kernel until it has run.
         call.statistics = None;
@@ -301,7 +289,7 @@ impl Backend for CudaBackend {
         let engine = &self.parts.engine;
         let key = (call.shape, call.dispatched);
         let planned =
-            self.state().combine_plans.get(key, |(shape, dispatched)| engine.plan_combine(shape, dispatched));
+            self.plans().combine.get(&key, |(shape, dispatched)| engine.plan_combine(shape, dispatched));
         let plan = match planned {
             Ok(plan) => plan,
             Err(e) => return Ok(Err(e)),
@@ -316,24 +304,31 @@ impl Backend for CudaBackend {
             handle_slot: call.handle_slot,
             digest: call.digest,
         };
-        let turn = match self.queue().begin(&call.order)? {
+        let turn = match self.queue().begin(&call.order, false)? {
             Ok(turn) => turn,
             Err(e) => return Ok(Err(e)),
         };
         // SAFETY: as in `dispatch`; the handle slot was filled by a dispatch of this shape with as many tokens, and x has every row that
         // it names (checked against its counts, or its capacity, when the call was planned).
-        unsafe { engine.combine(&plan, &launch, turn.stream)? };
-        Ok(Ok(public(turn.end()?)))
+        let launched = unsafe { engine.combine(&plan, &launch, turn.stream) };
+        match launched {
+            Ok(()) => Ok(Ok(public(turn.end()?))),
+            Err(e) => Ok(Err(e)),
+        }
     }
 
     fn barrier(&self, order: Order<'_>) -> Result<Result<Event>> {
-        let turn = match self.queue().begin(&order)? {
+        let turn = match self.queue().begin(&order, false)? {
             Ok(turn) => turn,
             Err(e) => return Ok(Err(e)),
         };
-        // SAFETY: the stream is the caller's, of this device, or the own one; `begin` has ordered it after the operation before.
-        unsafe { self.parts.engine.barrier(turn.stream)? };
-        Ok(Ok(public(turn.end()?)))
+        // SAFETY: the stream is the caller's, of this device, or the own one; `begin` has ordered it after the operation before, and the turn keeps the
+        // context current.
+        let launched = unsafe { self.parts.engine.barrier(turn.stream) };
+        match launched {
+            Ok(()) => Ok(Ok(public(turn.end()?))),
+            Err(e) => Ok(Err(e)),
+        }
     }
 
     fn problem(&self, ran: Ran<'_>) -> Result<Option<Problem>> {
@@ -351,11 +346,9 @@ impl Backend for CudaBackend {
 
     unsafe fn copy(&self, rows: Copy2d, order: Order<'_>) -> Result<Event> {
         // It meets nobody: what an earlier call has delivered can be saved when a rank has given up.
-        let turn = self.queue().turn(&order)?;
-        let context = self.queue().context();
-        let _bound = context.bind()?;
-        // SAFETY: the caller vouches for both sides; the stream belongs to the context, which is current.
-        unsafe { copy::enqueue(context, &rows, turn.stream)? };
+        let turn = self.queue().turn(&order, false)?;
+        // SAFETY: the caller vouches for both sides; the stream belongs to the context, which the turn keeps current.
+        unsafe { copy::enqueue(self.queue().context(), &rows, turn.stream)? };
         Ok(public(turn.end()?))
     }
 

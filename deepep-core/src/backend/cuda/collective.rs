@@ -92,7 +92,7 @@ impl CollectiveEngine {
     /// Enqueues a collective. All ranks make the same calls in the same order.
     ///
     /// # Safety
-    /// `stream` is a stream of this engine's context, on which its operations are ordered. The tensors have the sizes that the call says, on this
+    /// The engine's context is current, and `stream` one of its streams, on which its operations are ordered. The tensors have the sizes that the call says, on this
     /// rank and on all others, and outlive the kernel.
     pub(crate) unsafe fn run(&self, call: &CollectiveLaunch, stream: CUstream) -> Result<()> {
         if call.bytes == 0 {

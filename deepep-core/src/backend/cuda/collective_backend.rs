@@ -80,12 +80,11 @@ impl CudaCollectives {
     fn clear(&self) -> Result<()> {
         let Some(group) = &self.parts.group else { return Ok(()) };
         let queue = &self.parts.queue;
-        let turn = queue.begin(&Order::default())??;
+        let turn = queue.begin(&Order::default(), false)??;
         let (base, bytes) = (group.heap.base(), group.layout.stages);
-        let context = queue.context();
-        let _bound = context.bind()?;
-        // SAFETY: all that lies before the stages in this rank's range, which is mapped for this device; nobody uses it yet.
-        unsafe { context.device().cuda().driver().cuMemsetD8Async(base, 0, bytes, turn.stream) }
+        let driver = queue.context().device().cuda().driver();
+        // SAFETY: the turn keeps the context current. All that lies before the stages in this rank's range, which is mapped for this device; nobody uses it yet.
+        unsafe { driver.cuMemsetD8Async(base, 0, bytes, turn.stream) }
             .map_err(|source| call_failed(format!("zeroing {bytes} bytes"), source))?;
         let end = turn.end()?;
         end.wait_reached("zeroing the memory of collectives", queue.reports().patience())
@@ -94,13 +93,12 @@ impl CudaCollectives {
     /// Copies on this rank's device, in stream order.
     ///
     /// # Safety
-    /// Both sides are mapped for this device, have that many bytes, and are the same or do not overlap. The stream is alive.
+    /// Both sides are mapped for this device, have that many bytes, and are the same or do not overlap. The stream is alive, and its context current.
     unsafe fn copy(&self, from: u64, to: u64, bytes: usize, stream: CUstream) -> Result<()> {
         if bytes == 0 || from == to {
             return Ok(());
         }
         let context = self.parts.queue.context();
-        let _bound = context.bind()?;
         // SAFETY: the caller's promise.
         unsafe { context.device().cuda().driver().cuMemcpyDtoDAsync(to, from, bytes, stream) }.map_err(
             |source: CallError| call_failed(format!("copying {bytes} bytes between devices"), source),
@@ -111,7 +109,7 @@ impl CudaCollectives {
     /// nobody goes on before everybody has. A rank writes to its own output only, so that a meeting that fails spoils nothing of the others.
     ///
     /// # Safety
-    /// As [`CollectiveBackend::run`]; `offset` is where the output lies in every rank's range.
+    /// As [`CollectiveBackend::run`], in a turn on `stream`; `offset` is where the output lies in every rank's range.
     unsafe fn gather_by_copies(
         &self,
         group: &Group,
@@ -186,7 +184,7 @@ impl CollectiveBackend for CudaCollectives {
             _ => Element::F32,
         };
         let queue = &self.parts.queue;
-        let turn = match queue.begin(&call.order)? {
+        let turn = match queue.begin(&call.order, false)? {
             Ok(turn) => turn,
             Err(e) => return Ok(Err(e)),
         };
@@ -197,10 +195,10 @@ impl CollectiveBackend for CudaCollectives {
         };
         match &self.parts.group {
             // What one rank gathers, scatters or sums is what it gives.
-            // SAFETY: the caller vouches for both tensors, and for the stream.
+            // SAFETY: the caller vouches for both tensors, and for the stream, whose context the turn keeps current.
             None => unsafe { self.copy(call.input, call.output, call.bytes, stream)? },
             // Ranks that give nothing compare that.
-            // SAFETY: the stream is the caller's, of this device, or the own one.
+            // SAFETY: the stream is the caller's, of this device, or the own one; its context is current.
             Some(group) if call.bytes == 0 => unsafe { group.engine.meet(call.digest, stream)? },
             Some(group) => match by_copies(&group.ways) {
                 // SAFETY: the caller's promise; the offset is that of the output.

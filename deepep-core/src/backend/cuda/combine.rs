@@ -171,7 +171,7 @@ impl Engine {
     /// Enqueues a combine.
     ///
     /// # Safety
-    /// The plan is this engine's. Addresses are valid on this device for what [`CombineLaunch`] says until the kernel has
+    /// The plan is this engine's, whose context is current. Addresses are valid on this device for what [`CombineLaunch`] says until the kernel has
     /// ended. The handle slot was filled by a dispatch of the plan's shape with the same number of tokens, x has every row that it
     /// names, and `stream` belongs to the engine's context, with the buffer's operations ordered on it.
     pub(crate) unsafe fn combine(

@@ -200,7 +200,7 @@ impl Engine {
     /// Enqueues a dispatch.
     ///
     /// # Safety
-    /// The plan is this engine's. Addresses are valid on this device for what [`DispatchLaunch`] says until the kernel has
+    /// The plan is this engine's, whose context is current. Addresses are valid on this device for what [`DispatchLaunch`] says until the kernel has
     /// ended; `tokens` is at most the shape's maximum and the slots exist and are this call's. `stream` belongs to the engine's
     /// context, and the buffer's operations are ordered on it. A cached call's handle slot was filled by an earlier dispatch of
     /// the same shape and tokens.

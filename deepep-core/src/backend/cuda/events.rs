@@ -1,12 +1,13 @@
 //! Events: points in streams, from a pool, and what the caller can do with them.
 
+use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use cuda_vmm::Context;
-use cuda_vmm::sys::{CUevent, CUevent_flags, CUresult, CUstream};
+use cuda_vmm::sys::{CUevent, CUevent_flags, CUresult, CUstream, Driver};
 
 use super::call_failed;
 use super::reports::Reports;
@@ -14,93 +15,87 @@ use super::wait::{Uncaptured, until};
 use crate::error::{Error, Result};
 use crate::stream::EventSource;
 
-/// Events of one context, used again and again: making one takes longer than recording it.
+/// Events of one rank's operations, used again and again: making one takes longer than recording it.
 pub(crate) struct EventPool {
     context: Context,
-    free: Mutex<Vec<CUevent>>,
+    reports: Arc<Reports>,
+    /// All of them, the longest unused in front. Those that nobody else has are free.
+    events: Mutex<VecDeque<Arc<CudaEvent>>>,
 }
 
-// SAFETY: events may be used from any thread; the handles are addresses that are never dereferenced here.
-unsafe impl Send for EventPool {}
-// SAFETY: as above; calls on them are thread-safe in the driver.
-unsafe impl Sync for EventPool {}
-
 impl EventPool {
-    pub(crate) fn new(context: Context) -> Arc<Self> {
-        Arc::new(Self { context, free: Mutex::default() })
+    /// Events that are looked at before one is made: a caller may hold many.
+    const LOOKS: usize = 4;
+
+    pub(crate) fn new(context: Context, reports: Arc<Reports>) -> Self {
+        Self { context, reports, events: Mutex::default() }
     }
 
-    /// An event that is not recorded yet, for a stream of the pool's context, which is current. `captured`: the stream is being captured.
-    pub(crate) fn take(self: &Arc<Self>, captured: bool, reports: &Arc<Reports>) -> Result<CudaEvent> {
-        let driver = self.context.device().cuda().driver();
-        let kept = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let raw = match kept {
-            Some(raw) => raw,
-            None => {
-                let mut raw = ptr::null_mut();
-                // SAFETY: `raw` is valid for one write, and the context is current.
-                unsafe { driver.cuEventCreate(&mut raw, CUevent_flags::CU_EVENT_DISABLE_TIMING.0) }
-                    .map_err(|source| call_failed("making an event".into(), source))?;
-                raw
+    /// An event that is to be recorded, in a stream of the pool's context, which is current. `captured`: the stream is being captured.
+    pub(crate) fn take(&self, captured: bool) -> Result<Arc<CudaEvent>> {
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        for _ in 0..events.len().min(Self::LOOKS) {
+            let Some(mut event) = events.pop_front() else { break };
+            let free = Arc::get_mut(&mut event).map(|event| event.captured = captured).is_some();
+            events.push_back(event.clone());
+            if free {
+                return Ok(event);
             }
-        };
-        Ok(CudaEvent { pool: self.clone(), reports: reports.clone(), raw, captured })
+        }
+        let driver = self.context.device().cuda().driver();
+        let mut raw = ptr::null_mut();
+        // SAFETY: `raw` is valid for one write, and the context is current.
+        unsafe { driver.cuEventCreate(&mut raw, CUevent_flags::CU_EVENT_DISABLE_TIMING.0) }
+            .map_err(|source| call_failed("making an event".into(), source))?;
+        let (context, reports) = (self.context.clone(), self.reports.clone());
+        let event = Arc::new(CudaEvent { context, reports, raw, captured });
+        events.push_back(event.clone());
+        Ok(event)
     }
 
     /// Records an event at the end of a stream of the pool's context, which is current and not being captured.
     #[cfg(test)]
-    pub(crate) fn record(
-        self: &Arc<Self>,
-        stream: CUstream,
-        reports: &Arc<Reports>,
-    ) -> Result<Arc<CudaEvent>> {
-        let event = self.take(false, reports)?;
+    pub(crate) fn record(&self, stream: CUstream) -> Result<Arc<CudaEvent>> {
+        let event = self.take(false)?;
         event.record(stream)?;
-        Ok(Arc::new(event))
+        Ok(event)
     }
 }
 
-impl Drop for EventPool {
-    fn drop(&mut self) {
-        let Ok(_bound) = self.context.bind() else { return };
-        let driver = self.context.device().cuda().driver();
-        for &raw in self.free.get_mut().unwrap_or_else(PoisonError::into_inner).iter() {
-            // SAFETY: the event was created by the pool and is destroyed once; the driver keeps what waits for it.
-            let _ = unsafe { driver.cuEventDestroy(raw) };
-        }
-    }
-}
-
-/// An event, recorded unless its maker is about to. Goes back to the pool when dropped, which waits for nothing: whoever waits for it in a stream, or has it in a
-/// graph, already has what it needs.
+/// An event, recorded unless its maker is about to. When nobody but the pool has it any more, it is recorded again, for another operation: whoever waits for it in a
+/// stream, or has it in a graph, already has what it needs.
 pub(crate) struct CudaEvent {
-    pool: Arc<EventPool>,
+    context: Context,
     reports: Arc<Reports>,
     raw: CUevent,
     /// Recorded while its stream was captured: a point in a graph.
     captured: bool,
 }
 
-// SAFETY: as the pool's.
+// SAFETY: events may be used from any thread; the handle is an address that is never dereferenced here.
 unsafe impl Send for CudaEvent {}
-// SAFETY: as the pool's.
+// SAFETY: as above; calls on it are thread-safe in the driver.
 unsafe impl Sync for CudaEvent {}
 
 impl CudaEvent {
+    fn driver(&self) -> &Driver {
+        self.context.device().cuda().driver()
+    }
+
     /// Records it at the end of a stream of the pool's context, which is current.
     pub(crate) fn record(&self, stream: CUstream) -> Result<()> {
         // SAFETY: the event came from the pool and is nobody else's yet; the stream belongs to the current context.
-        unsafe { self.pool.context.device().cuda().driver().cuEventRecord(self.raw, stream) }
+        unsafe { self.driver().cuEventRecord(self.raw, stream) }
             .map_err(|source| call_failed("recording an event".into(), source))
     }
 
-    /// Whether the stream has come here. Says nothing about kernels that gave up.
+    /// Whether the stream has come here. Says nothing about kernels that gave up. The context is current.
     pub(crate) fn reached(&self) -> Result<bool> {
         if self.captured {
             let need = "it is a point in the graph that was captured; wait for the graph";
             return Err(Error::invalid("event", "captured", need));
         }
-        let driver = self.pool.context.device().cuda().driver();
+        let driver = self.driver();
         let _relaxed = Uncaptured::new(driver);
         // SAFETY: the event is alive and was recorded.
         match unsafe { driver.cuEventQuery(self.raw) } {
@@ -110,9 +105,15 @@ impl CudaEvent {
         }
     }
 
+    /// As [`reached`](Self::reached), whatever context is current.
+    pub(crate) fn has_run(&self) -> Result<bool> {
+        let _bound = self.context.bind()?;
+        self.reached()
+    }
+
     /// Blocks until the stream has come here.
     pub(crate) fn wait_reached(&self, what: &'static str, limit: Duration) -> Result<()> {
-        let _bound = self.pool.context.bind()?;
+        let _bound = self.context.bind()?;
         let reached = until(limit, || Ok(self.reached()?.then_some(())))?;
         let rank = self.reports.rank();
         reached.ok_or(Error::StillRunning { what, rank, waited: limit })
@@ -125,7 +126,7 @@ impl CudaEvent {
 
 impl EventSource for CudaEvent {
     fn is_complete(&self) -> Result<bool> {
-        let _bound = self.pool.context.bind()?;
+        let _bound = self.context.bind()?;
         let reached = self.reached()?;
         if reached {
             self.reports.check()?;
@@ -145,6 +146,11 @@ impl EventSource for CudaEvent {
 
 impl Drop for CudaEvent {
     fn drop(&mut self) {
-        self.pool.free.lock().unwrap_or_else(PoisonError::into_inner).push(self.raw);
+        let Ok(_bound) = self.context.bind() else { return };
+        let driver = self.driver();
+        // None of this is part of a graph that somebody captures.
+        let _relaxed = Uncaptured::new(driver);
+        // SAFETY: made by the pool, and destroyed once: nobody has it any more. The driver keeps what waits for it.
+        let _ = unsafe { driver.cuEventDestroy(self.raw) };
     }
 }

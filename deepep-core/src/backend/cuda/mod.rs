@@ -16,10 +16,12 @@ mod grid;
 mod module;
 mod packets;
 mod pinned;
+mod plans;
 mod queue;
 mod reports;
 mod status;
 mod stream;
+mod turn;
 mod wait;
 
 #[cfg(test)]
@@ -181,7 +183,7 @@ impl Engine {
     /// Enqueues a barrier of all ranks.
     ///
     /// # Safety
-    /// `stream` is a stream of this engine's context. Operations of the buffer are ordered on it.
+    /// The engine's context is current, and `stream` is one of its streams. Operations of the buffer are ordered on it.
     pub(crate) unsafe fn barrier(&self, stream: CUstream) -> Result<()> {
         let params = BarrierParams { domain: self.setting.domain };
         let shape = LaunchShape { blocks: 1, threads: BARRIER_THREADS, shared_bytes: 0 };
@@ -208,7 +210,7 @@ impl Engine {
 /// Enqueues a kernel whose blocks are all resident at once.
 ///
 /// # Safety
-/// `P` is the kernel's parameter struct and what it points to outlives the kernel; `stream` belongs to this context.
+/// `P` is the kernel's parameter struct and what it points to outlives the kernel; the context is current, and `stream` belongs to it.
 unsafe fn launch<P>(
     context: &Context,
     manner: Manner,
@@ -218,7 +220,6 @@ unsafe fn launch<P>(
     params: &P,
     stream: CUstream,
 ) -> Result<()> {
-    let _bound = context.bind()?;
     let attribute = |id, value| CUlaunchAttribute { id, pad: Default::default(), value };
     let cooperative = attribute(
         CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE,

@@ -121,7 +121,7 @@ pub(crate) struct Readback {
     context: Context,
     /// Made when it is first needed: streams of ranks that share a GPU share its queues, the more of them the more likely.
     stream: OnceCell<Stream>,
-    events: Arc<EventPool>,
+    events: EventPool,
     reports: Arc<Reports>,
     /// Nothing after a copy of which it is not known that it has run: the device may still write the memory, which stays.
     staging: Mutex<Option<PinnedMemory>>,
@@ -133,7 +133,7 @@ impl Readback {
 
     pub(crate) fn new(context: &Context, reports: &Arc<Reports>) -> Result<Self> {
         let staging = Mutex::new(Some(PinnedMemory::new(context, Self::BYTES)?));
-        let (stream, events) = (OnceCell::new(), EventPool::new(context.clone()));
+        let (stream, events) = (OnceCell::new(), EventPool::new(context.clone(), reports.clone()));
         Ok(Self { context: context.clone(), stream, events, reports: reports.clone(), staging })
     }
 
@@ -153,7 +153,7 @@ impl Readback {
         // None of this is part of a graph that somebody captures.
         let _relaxed = Uncaptured::new(driver);
         let stream = self.stream.get_or_try_init(|| Stream::new(&self.context))?.raw();
-        let copied = self.events.take(false, &self.reports)?;
+        let copied = self.events.take(false)?;
         let Some(staging) = place.take().map(ManuallyDrop::new) else {
             let reason = "an earlier copy of a small table has not ended".into();
             return Err(Error::Broken { reason });
@@ -234,7 +234,7 @@ mod tests {
                 // SAFETY: the word lies in memory that outlives the work.
                 unsafe { device.cuda().driver().cuStreamWaitValue32(busy.raw(), memory.address(), 1, 0) }
                     .unwrap();
-                readback.events.record(busy.raw(), &readback.reports).unwrap()
+                readback.events.record(busy.raw()).unwrap()
             };
             // SAFETY: the numbers are written above and not again.
             unsafe {

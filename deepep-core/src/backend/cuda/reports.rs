@@ -69,22 +69,31 @@ impl Reports {
         self.status.report(kind)
     }
 
-    /// Waits for the counts of the dispatch that was given `tag`, whose kernel ends at `end`. The context is current.
+    /// Waits for the counts of the dispatch that was given `tag`, whose kernel ends at `end`.
     pub(crate) fn counts(&self, tag: u32, shape: &DispatchShape, end: &CudaEvent) -> Result<Told> {
         type C = CountsLayout;
         let (ranks, experts) = (shape.ranks, shape.local_experts());
-        let cells = [0..C::RANK_PSUM, C::RANK_PSUM..C::RANK_PSUM + ranks];
-        let mut missing =
-            cells.into_iter().flatten().chain(C::EXPERT_COUNT..C::EXPERT_COUNT + experts).peekable();
-        let mut values = Vec::with_capacity(C::RANK_PSUM + ranks + experts);
-        let (mut asked, mut ended) = (Instant::now(), false);
+        let mut totals = [0; C::RANK_PSUM];
+        let mut counts = Counts {
+            tokens: 0,
+            rows: 0,
+            rank_prefix: Vec::with_capacity(ranks),
+            expert_counts: Vec::with_capacity(experts),
+        };
+        let (mut taken, mut asked, mut ended) = (0, Instant::now(), false);
         let come = until(self.patience(), || {
-            while let Some(&cell) = missing.peek() {
-                let Some(value) = self.status.count(cell, tag) else { break };
-                values.push(value);
-                missing.next();
+            // Each once, in order.
+            while taken < C::RANK_PSUM
+                && let Some(value) = self.status.count(taken, tag)
+            {
+                totals[taken] = value;
+                taken += 1;
             }
-            if missing.peek().is_none() {
+            if taken == C::RANK_PSUM {
+                self.take(&mut counts.rank_prefix, C::RANK_PSUM, ranks, tag);
+                self.take(&mut counts.expert_counts, C::EXPERT_COUNT, experts, tag);
+            }
+            if counts.rank_prefix.len() == ranks && counts.expert_counts.len() == experts {
                 return Ok(Some(()));
             }
             self.check()?;
@@ -96,7 +105,7 @@ impl Reports {
             // A device that failed writes no record.
             if asked.elapsed() > QUERY {
                 asked = Instant::now();
-                ended = end.reached()?;
+                ended = end.has_run()?;
             }
             Ok(None)
         })?;
@@ -104,17 +113,17 @@ impl Reports {
             let (what, waited) = ("a dispatch", self.patience());
             return Err(Error::StillRunning { what, rank: self.rank, waited });
         }
-        let number = |cell: usize| values[cell] as usize;
-        let sizes = |cells: &[u32]| cells.iter().map(|&n| n as usize).collect();
-        Ok(Told {
-            counts: Counts {
-                tokens: number(C::TOKENS),
-                rows: number(C::ROWS),
-                rank_prefix: sizes(&values[C::RANK_PSUM..C::RANK_PSUM + ranks]),
-                expert_counts: sizes(&values[C::RANK_PSUM + ranks..]),
-            },
-            needed: [values[C::NEEDED_TOKENS], values[C::NEEDED_ROWS]],
-        })
+        (counts.tokens, counts.rows) = (totals[C::TOKENS] as usize, totals[C::ROWS] as usize);
+        Ok(Told { counts, needed: [totals[C::NEEDED_TOKENS], totals[C::NEEDED_ROWS]] })
+    }
+
+    /// Takes those of `count` cells from `first` on that have come and were not taken yet.
+    fn take(&self, values: &mut Vec<usize>, first: usize, count: usize, tag: u32) {
+        while values.len() < count
+            && let Some(value) = self.status.count(first + values.len(), tag)
+        {
+            values.push(value as usize);
+        }
     }
 }
 
@@ -150,13 +159,13 @@ mod tests {
             let driver = device.cuda().driver();
             // SAFETY: the gate is there until it was opened and passed.
             unsafe { driver.cuStreamWaitValue32(stream.raw(), gate.address().get(), 1, 0) }.unwrap();
-            let events = EventPool::new(context.clone());
-            let end = events.record(stream.raw(), &reports).unwrap();
+            let events = EventPool::new(context.clone(), reports.clone());
+            let end = events.record(stream.raw()).unwrap();
             let open = || context.upload(&gate, 0, &1_u32.to_ne_bytes()).unwrap();
             body(&reports, &end, &open);
             open();
             end.wait_reached("the gate", Duration::from_secs(10)).unwrap();
-            drop((end, reports));
+            drop((end, events, reports));
             free_all(&context);
         }
         emulator.assert_empty();

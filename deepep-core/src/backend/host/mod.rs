@@ -95,16 +95,10 @@ impl Backend for HostBackend {
         BackendKind::Host
     }
 
-    fn admit(&self, order: &Order<'_>, _: bool) -> Result<()> {
-        if order.is_implicit() {
-            return Ok(());
-        }
-        let problem =
-            "the host backend has none: an operation has run when its call returns; leave it out".into();
-        Err(Error::Tensor { tensor: "stream or event", problem })
-    }
-
     fn dispatch(&self, call: DispatchCall<'_>) -> Result<Result<DispatchOutcome>> {
+        if let Err(e) = call.order.require_implicit() {
+            return Ok(Err(e));
+        }
         let mut state = self.state();
         state.dispatch = state.dispatch.wrapping_add(1);
         let number = state.dispatch;
@@ -114,13 +108,19 @@ impl Backend for HostBackend {
     }
 
     fn combine(&self, call: CombineCall<'_>) -> Result<Result<Event>> {
+        if let Err(e) = call.order.require_implicit() {
+            return Ok(Err(e));
+        }
         let mut state = self.state();
         state.combine = state.combine.wrapping_add(1);
         combine::run(&self.rank(Operation::Combine, state.combine)?, call, state.combine)?;
         Ok(Ok(Event::complete()))
     }
 
-    fn barrier(&self, _: Order<'_>) -> Result<Result<Event>> {
+    fn barrier(&self, order: Order<'_>) -> Result<Result<Event>> {
+        if let Err(e) = order.require_implicit() {
+            return Ok(Err(e));
+        }
         let mut state = self.state();
         state.barrier = state.barrier.wrapping_add(1);
         let epoch = state.barrier;
@@ -139,7 +139,8 @@ impl Backend for HostBackend {
         Ok(self.state().problem.clone().filter(|(of, _)| *of == ran.number).map(|(_, problem)| problem))
     }
 
-    unsafe fn copy(&self, copy: Copy2d, _: Order<'_>) -> Result<Event> {
+    unsafe fn copy(&self, copy: Copy2d, order: Order<'_>) -> Result<Event> {
+        order.require_implicit()?;
         for row in 0..copy.height as isize {
             let from = (copy.from as *const u8).wrapping_offset(row * copy.from_pitch);
             let to = (copy.to as *mut u8).wrapping_offset(row * copy.to_pitch);

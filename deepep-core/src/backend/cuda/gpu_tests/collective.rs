@@ -214,7 +214,8 @@ impl Round {
         let (input, output) = self.addresses(rank);
         let Self { kind, element, bytes, way, .. } = *self;
         let call = CollectiveLaunch { kind, element, input, output, bytes, digest: 7, way };
-        // SAFETY: the stream is the rank's own; the tensors have these sizes on all ranks and live until the round has been waited for.
+        let _bound = group.ranks[rank].context.bind()?;
+        // SAFETY: the stream is the rank's own, and its context current; the tensors have these sizes on all ranks and live until the round has been waited for.
         unsafe { group.ranks[rank].engine.run(&call, group.ranks[rank].stream) }?;
         Ok(())
     }

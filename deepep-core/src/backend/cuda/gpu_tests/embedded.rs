@@ -61,7 +61,7 @@ fn embedded_kernels_load_and_run_without_nvrtc() {
         let mut stream = std::ptr::null_mut();
         // SAFETY: `stream` is valid for one write; a context is current. Destroyed below.
         unsafe { driver.cuStreamCreate(&mut stream, 1) }.unwrap();
-        // SAFETY: the stream belongs to the engine's context.
+        // SAFETY: the stream belongs to the engine's context, which is current.
         unsafe { engine.barrier(stream) }.unwrap();
         streams.push(stream);
     }

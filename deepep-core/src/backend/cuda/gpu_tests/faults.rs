@@ -124,7 +124,8 @@ fn exact_counts(machine: &Machine, case: &Case) {
             ..DispatchLaunch::default()
         };
         assert_eq!(rank.status.count(C::TOKENS, 41), None);
-        // SAFETY: the plan is this engine's, the tensors have the case's sizes and outlive the wait below.
+        let _bound = rank.context.bind().unwrap();
+        // SAFETY: the plan is this engine's, whose context is current; the tensors have the case's sizes and outlive the wait below.
         unsafe { rank.engine.dispatch(&bench.dispatch[r], &call, rank.stream) }.unwrap();
     }
     bench.group.wait().unwrap();
@@ -158,7 +159,8 @@ fn a_missing_rank_is_named() {
                 "combine" => bench.launch_combine(r, 0, 0, 0).unwrap(),
                 _ => {
                     let rank = &bench.group.ranks[r];
-                    // SAFETY: the stream is the rank's own.
+                    let _bound = rank.context.bind().unwrap();
+                    // SAFETY: the stream is the rank's own, and its context current.
                     unsafe { rank.engine.barrier(rank.stream) }.unwrap();
                 }
             }
@@ -204,7 +206,8 @@ fn different_calls(machine: &Machine, case: &Case) {
             digest: 5 + r as u32,
             ..DispatchLaunch::default()
         };
-        // SAFETY: the plan is this engine's, the tensors have the case's sizes and outlive the wait below.
+        let _bound = rank.context.bind().unwrap();
+        // SAFETY: the plan is this engine's, whose context is current; the tensors have the case's sizes and outlive the wait below.
         unsafe { rank.engine.dispatch(&bench.dispatch[r], &call, rank.stream) }.unwrap();
     }
     bench.group.wait().unwrap_err();

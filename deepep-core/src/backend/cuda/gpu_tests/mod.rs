@@ -200,7 +200,8 @@ impl Bench {
             digest: 77 + u32::from(cached),
             ..DispatchLaunch::default()
         };
-        // SAFETY: the plan is this engine's; the tensors have the case's sizes and outlive the round, which waits; slots exist; the stream
+        let _bound = rank.context.bind()?;
+        // SAFETY: the plan is this engine's, whose context is current; the tensors have the case's sizes and outlive the round, which waits; slots exist; the stream
         // is the rank's own.
         unsafe { rank.engine.dispatch(&self.dispatch[r], &call, rank.stream) }?;
         Ok(())
@@ -227,6 +228,7 @@ impl Bench {
             handle_slot: handle,
             digest: 55,
         };
+        let _bound = rank.context.bind()?;
         // SAFETY: as above; the handle slot was filled by the dispatch before it on the same stream.
         unsafe { rank.engine.combine(&self.combine[r], &call, rank.stream) }?;
         Ok(())

@@ -110,7 +110,8 @@ impl Bench {
             rank.overwrite(buffer, FLUSH)?;
         }
         for (r, rank) in self.group.ranks.iter().enumerate() {
-            // SAFETY: the stream is the rank's own.
+            let _bound = rank.context.bind()?;
+            // SAFETY: the stream is the rank's own, and its context current.
             unsafe { rank.engine.barrier(rank.stream) }?;
             rank.record(events[r].0)?;
             calls(r)?;

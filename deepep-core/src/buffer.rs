@@ -335,7 +335,8 @@ impl Builder {
         device: usize,
     }
 
-    /// Uses this driver instead of the process's, for example a `cuda-vmm-emu` with faults for a test.
+    /// Uses this driver instead of the process's, for example a `cuda-vmm-emu` with faults for a test. One that is not a library's goes with the host
+    /// backend, unless it runs kernels and [`BackendKind::Cuda`] is asked for.
     pub fn driver(mut self, cuda: Cuda) -> Self {
         self.cuda = Some(cuda);
         self

@@ -7,7 +7,7 @@ use cuda_vmm::{Cuda, Device};
 use cuda_vmm_emu::Emulator;
 
 use super::Backend;
-use super::cuda::{CudaBackend, Gpu, capability, capable, require_capable};
+use super::cuda::{CudaBackend, Gpu, capability, capable, require_capable, require_kernels};
 use super::host::HostBackend;
 use crate::bootstrap::Bootstrap;
 use crate::bootstrap::agree::agree;
@@ -27,13 +27,14 @@ pub(crate) struct Platform {
 }
 
 impl Platform {
-    /// A driver of the caller's is used as it is: one in software goes with the host backend, a library with GPUs.
+    /// A driver of the caller's is used as it is: a library goes with GPUs, one from a loader of the caller's own with the host backend, unless it runs kernels and
+    /// the caller asks for that.
     pub(crate) fn choose(kind: BackendKind, given: Option<Cuda>) -> Result<Self> {
         let software = given.as_ref().is_some_and(|cuda| *cuda.driver().origin() == Origin::Custom);
         match (kind, given) {
-            (BackendKind::Cuda, Some(_)) if software => {
-                let need = "the driver that was given is one in software, which runs no kernels";
-                Err(Error::invalid("backend", kind.name(), need))
+            (BackendKind::Cuda, Some(cuda)) if software => {
+                require_kernels(&cuda)?;
+                Self::gpus(cuda)
             }
             (BackendKind::Host, Some(_)) if !software => {
                 let need =

@@ -18,6 +18,9 @@ pub struct Supply {
     /// Tests compile kernels with a mistake in them: what becomes of each header.
     #[cfg(test)]
     alter: Option<Alter>,
+    /// For drivers that run nothing.
+    #[cfg(test)]
+    blank: bool,
 }
 
 /// A header's name and text to its new text.
@@ -34,7 +37,16 @@ impl Supply {
             compiler: OnceCell::new(),
             #[cfg(test)]
             alter: None,
+            #[cfg(test)]
+            blank: false,
         }
+    }
+
+    /// Gives empty machine code, and compiles nothing.
+    #[cfg(test)]
+    pub(crate) fn blank_if(mut self, blank: bool) -> Self {
+        self.blank = blank;
+        self
     }
 
     #[cfg(test)]
@@ -54,6 +66,10 @@ impl Supply {
     /// Those of [`Compiler::find`] and [`Compiler::compile`], for a program that is not embedded. With the feature `aot` the former are inside
     /// [`JitError::NotEmbedded`].
     pub fn get(&self, program: Program, arch: Arch) -> Result<Cubin, JitError> {
+        #[cfg(test)]
+        if self.blank {
+            return Ok(Cubin::from_embedded(&[]));
+        }
         #[cfg(test)]
         if let Some(alter) = self.alter {
             return Compiler::find(self.nvrtc.as_deref())?.compile_altered(program, arch, alter);

@@ -5,10 +5,10 @@ use cuda_vmm::sys::CUstream;
 
 use super::grid::Limits;
 use super::module::Kernels;
-use super::{EngineOptions, LaunchShape, Manner, describe, domain, launch};
+use super::{EngineOptions, LaunchShape, Manner, describe, domain, launch, supply};
 use crate::error::{Error, Result};
 use crate::jit::params::{CollectiveParams, Domain, MultimemBarrierParams};
-use crate::jit::{BARRIER_THREADS, Collective, CollectiveKind, Element, Program, Supply, THREADS, Way};
+use crate::jit::{BARRIER_THREADS, Collective, CollectiveKind, Element, Program, THREADS, Way};
 use crate::layout::{COLLECTIVE_BLOCKS, CollectiveConfig, CollectiveLayout, align_up};
 use crate::tune::CollectiveLimits;
 
@@ -68,7 +68,8 @@ impl CollectiveEngine {
             return Err(Error::invalid("rank", rank, need));
         }
         let (arch, limits) = describe(&context, options.max_blocks)?;
-        let kernels = Kernels::new(context.clone(), arch, 0, Supply::new(options.nvrtc, options.cache));
+        let supply = supply(&context, options.nvrtc, options.cache);
+        let kernels = Kernels::new(context.clone(), arch, 0, supply);
         let domain = domain(&layout.workspace, rank, heap, status, options.timeout);
         let multicast = multicast.unwrap_or(0);
         let manner = Manner { cooperative: options.cooperative, early: false };

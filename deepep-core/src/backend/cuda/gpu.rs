@@ -1,8 +1,9 @@
 //! A rank's GPU, and how it shares it.
 
 use std::os::unix::fs::MetadataExt as _;
+use std::ptr;
 
-use cuda_vmm::sys::CUdevice_attribute;
+use cuda_vmm::sys::{CUdevice_attribute, CUresult};
 use cuda_vmm::{Context, Cuda, Device};
 
 use crate::bootstrap::Bootstrap;
@@ -33,6 +34,25 @@ pub(crate) fn require_capable(cuda: &Cuda) -> Result<()> {
     match devices.first() {
         None => Err(Error::invalid("backend", "cuda", "the driver shows no device")),
         Some(device) => capability(device).map(drop),
+    }
+}
+
+/// Checks that a driver runs kernels: one in software may be about memory only.
+pub(crate) fn require_kernels(cuda: &Cuda) -> Result<()> {
+    let (mut module, image) = (ptr::null_mut(), [0_u8; 64]);
+    let driver = cuda.driver();
+    // SAFETY: `module` is valid for one write. The image is an empty string, which is no kernel: who runs kernels has something to say about that.
+    match unsafe { driver.cuModuleLoadData(&mut module, image.as_ptr().cast()) } {
+        Err(error) if error.status() == Some(CUresult::CUDA_ERROR_NOT_SUPPORTED) => {
+            let need = "the driver that was given is one in software, which runs no kernels";
+            Err(Error::invalid("backend", "cuda", need))
+        }
+        Err(_) => Ok(()),
+        Ok(()) => {
+            // SAFETY: loaded above, and nobody knows it.
+            let _ = unsafe { driver.cuModuleUnload(module) };
+            Ok(())
+        }
     }
 }
 

@@ -25,7 +25,11 @@ mod turn;
 mod wait;
 
 #[cfg(test)]
+mod call_tests;
+#[cfg(test)]
 mod gpu_tests;
+#[cfg(test)]
+mod recorder;
 
 use std::ffi::c_void;
 use std::path::PathBuf;
@@ -43,7 +47,7 @@ use collective::{CollectiveEngine, CollectiveLaunch};
 pub(crate) use collective_backend::{CollectiveOptions, CudaCollectives};
 use combine::{CombineLaunch, CombinePlan};
 use dispatch::{DispatchLaunch, DispatchPlan};
-pub(crate) use gpu::{Gpu, capability, capable, require_capable};
+pub(crate) use gpu::{Gpu, capability, capable, require_capable, require_kernels};
 use status::StatusBlock;
 pub(crate) use stream::Stream;
 pub(crate) use wait::{Uncaptured, until};
@@ -135,7 +139,7 @@ impl Engine {
             return Err(Error::invalid("rank", rank, need));
         }
         let (arch, limits) = describe(&context, options.max_blocks)?;
-        let supply = Supply::new(options.nvrtc, options.cache);
+        let supply = supply(&context, options.nvrtc, options.cache);
         #[cfg(test)]
         let supply = supply.altered(options.alter);
         let kernels = Kernels::new(context.clone(), arch, limits.shared_bytes, supply);
@@ -258,6 +262,16 @@ unsafe fn launch<P>(
             source,
         )
     })
+}
+
+/// Where the kernels of a context come from.
+fn supply(context: &Context, nvrtc: Option<PathBuf>, cache: Cache) -> Supply {
+    let supply = Supply::new(nvrtc, cache);
+    #[cfg(test)]
+    let supply = supply.blank_if(*context.device().cuda().driver().origin() == cuda_vmm::sys::Origin::Custom);
+    #[cfg(not(test))]
+    let _ = context;
+    supply
 }
 
 /// What a device is and offers, with at most `max_blocks` multiprocessors; 0 for all.

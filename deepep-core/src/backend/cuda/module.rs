@@ -69,6 +69,14 @@ type Place = Arc<OnceCell<Arc<Kernel>>>;
 /// wait for other ranks' kernels, as those do for the rank that unloads. A kernel keeps its context, so that the keys stay different ones.
 static LOADED: LazyLock<Mutex<HashMap<Key, Place>>> = LazyLock::new(Mutex::default);
 
+/// Unloads what is kept for a context, and lets go of it: drivers in software are expected to be left as they were.
+#[cfg(test)]
+pub(super) fn unload_all(context: &Context) {
+    let driver = ptr::from_ref(context.device().cuda().driver()) as usize;
+    let mut all = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+    all.retain(|(of, raw, ..), _| (*of, *raw) != (driver, context.as_raw() as usize));
+}
+
 /// The kernels of one user of a device, loaded when they are first asked for.
 pub(super) struct Kernels {
     context: Context,

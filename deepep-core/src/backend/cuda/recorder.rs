@@ -1,0 +1,247 @@
+//! A driver for tests of what calls ask of one: the one in software, which here takes kernels as well. They do nothing, or what a test says. Every
+//! call is noted, and any of them can be made to fail.
+
+use std::cell::{Cell, RefCell};
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::mem::transmute;
+use std::rc::Rc;
+
+use cuda_vmm::Cuda;
+use cuda_vmm::sys::{
+    CUfunction, CUfunction_attribute, CUlaunchConfig, CUmodule, CUresult, CUstream, CUstreamCaptureStatus,
+    Driver, Function, for_each_function,
+};
+use cuda_vmm_emu::{Config, Emulator};
+
+use super::module::unload_all;
+use super::pinned::free_all;
+
+const SUCCESS: CUresult = CUresult::CUDA_SUCCESS;
+
+/// What a launch does, given the kernel's parameter struct. It is done at once, whatever the stream waits for.
+type Kernel = Box<dyn FnMut(*const c_void)>;
+
+/// The driver of one test, on its thread only.
+pub(super) struct Recorder {
+    emulator: Emulator,
+    layer: Rc<Layer>,
+}
+
+/// What the driver's functions, which know nothing but their thread, work with.
+struct Layer {
+    below: Driver,
+    calls: RefCell<Vec<Function>>,
+    /// Calls before the one that fails, and how it does.
+    fails: Cell<Option<(usize, CUresult)>>,
+    capture: Cell<CUstreamCaptureStatus>,
+    kernel: RefCell<Option<Kernel>>,
+    handles: Cell<usize>,
+}
+
+thread_local! {
+    static LAYER: RefCell<Option<Rc<Layer>>> = const { RefCell::new(None) };
+}
+
+impl Recorder {
+    /// Runs a test on two devices. At its end everything that it made is gone.
+    pub(super) fn run(test: impl FnOnce(&Self, &Cuda)) {
+        Self::run_leaving(|recorder, cuda| test(recorder, cuda)).assert_empty();
+    }
+
+    /// The same for a test that leaves something behind: what, the emulator knows.
+    pub(super) fn run_leaving(test: impl FnOnce(&Self, &Cuda)) -> Emulator {
+        let emulator = Emulator::new(Config::h200x2()).unwrap();
+        let layer = Rc::new(Layer {
+            below: emulator.driver(),
+            calls: RefCell::default(),
+            fails: Cell::default(),
+            capture: Cell::new(CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE),
+            kernel: RefCell::default(),
+            handles: Cell::new(0x1000),
+        });
+        LAYER.set(Some(layer.clone()));
+        let recorder = Self { emulator: emulator.clone(), layer };
+        {
+            // SAFETY: `address` gives functions with the C ABI and the signatures of the list that the table is made from, for the names of that list.
+            // They are code of this file; on other threads than the test's they are a driver that has shut down.
+            let driver = unsafe { Driver::from_loader(address_by_name) }.unwrap();
+            let cuda = Cuda::with_driver(driver).unwrap();
+            test(&recorder, &cuda);
+            *recorder.layer.kernel.borrow_mut() = None;
+            for device in cuda.devices().unwrap() {
+                let context = device.primary_context().unwrap();
+                unload_all(&context);
+                free_all(&context);
+            }
+        }
+        LAYER.set(None);
+        emulator
+    }
+
+    pub(super) fn emulator(&self) -> &Emulator {
+        &self.emulator
+    }
+
+    /// The calls that a body makes.
+    pub(super) fn calls<T>(&self, body: impl FnOnce() -> T) -> (T, Vec<Function>) {
+        self.layer.calls.borrow_mut().clear();
+        let result = body();
+        (result, self.layer.calls.take())
+    }
+
+    /// Calls of a function so far, or since the last list.
+    pub(super) fn count(&self, function: Function) -> usize {
+        self.layer.calls.borrow().iter().filter(|&&called| called == function).count()
+    }
+
+    /// Makes one call fail, after `before` others.
+    pub(super) fn fail(&self, before: usize, code: CUresult) {
+        self.layer.fails.set(Some((before, code)));
+    }
+
+    /// Whether the call that was to fail has not come yet; it does not fail any more.
+    pub(super) fn spare(&self) -> bool {
+        self.layer.fails.take().is_some()
+    }
+
+    /// What the driver says of every stream from now on.
+    pub(super) fn capture(&self, status: CUstreamCaptureStatus) {
+        self.layer.capture.set(status);
+    }
+
+    /// What kernels do from now on.
+    pub(super) fn on_launch(&self, kernel: impl FnMut(*const c_void) + 'static) {
+        *self.layer.kernel.borrow_mut() = Some(Box::new(kernel));
+    }
+}
+
+impl Layer {
+    fn handle<T>(&self) -> *mut T {
+        self.handles.replace(self.handles.get() + 0x10) as *mut T
+    }
+}
+
+/// One call.
+fn enter(function: Function, body: impl FnOnce(&Layer) -> CUresult) -> CUresult {
+    let Some(layer) = LAYER.try_with(|layer| layer.borrow().clone()).ok().flatten() else {
+        return CUresult::CUDA_ERROR_DEINITIALIZED;
+    };
+    layer.calls.borrow_mut().push(function);
+    match layer.fails.get() {
+        Some((0, code)) => {
+            layer.fails.set(None);
+            return code;
+        }
+        Some((before, code)) => layer.fails.set(Some((before - 1, code))),
+        None => {}
+    }
+    body(&layer)
+}
+
+/// What the driver below does not do.
+mod instead {
+    use super::*;
+
+    pub(super) unsafe extern "C" fn load(module: *mut CUmodule, _: *const c_void) -> CUresult {
+        enter(Function::cuModuleLoadData, |layer| {
+            // SAFETY: the caller's contract.
+            unsafe { module.write(layer.handle()) };
+            SUCCESS
+        })
+    }
+
+    pub(super) unsafe extern "C" fn unload(_: CUmodule) -> CUresult {
+        enter(Function::cuModuleUnload, |_| SUCCESS)
+    }
+
+    pub(super) unsafe extern "C" fn function(
+        function: *mut CUfunction,
+        _: CUmodule,
+        _: *const c_char,
+    ) -> CUresult {
+        enter(Function::cuModuleGetFunction, |layer| {
+            // SAFETY: the caller's contract.
+            unsafe { function.write(layer.handle()) };
+            SUCCESS
+        })
+    }
+
+    pub(super) unsafe extern "C" fn attribute(_: CUfunction, _: CUfunction_attribute, _: c_int) -> CUresult {
+        enter(Function::cuFuncSetAttribute, |_| SUCCESS)
+    }
+
+    pub(super) unsafe extern "C" fn launch(
+        _: *const CUlaunchConfig,
+        _: CUfunction,
+        parameters: *mut *mut c_void,
+        _: *mut *mut c_void,
+    ) -> CUresult {
+        enter(Function::cuLaunchKernelEx, |layer| {
+            if let Some(kernel) = &mut *layer.kernel.borrow_mut() {
+                // SAFETY: the caller's contract: there is one parameter.
+                kernel(unsafe { parameters.read() });
+            }
+            SUCCESS
+        })
+    }
+
+    pub(super) unsafe extern "C" fn is_capturing(
+        _: CUstream,
+        status: *mut CUstreamCaptureStatus,
+    ) -> CUresult {
+        enter(Function::cuStreamIsCapturing, |layer| {
+            // SAFETY: the caller's contract.
+            unsafe { status.write(layer.capture.get()) };
+            SUCCESS
+        })
+    }
+}
+
+macro_rules! shims {
+    ($(
+        $(#[$doc:meta])*
+        $method:ident = $name:literal, $symbol:literal, $since:literal: fn($($argument:ident: $type:ty),* $(,)?);
+    )*) => {
+        /// Functions of the driver below.
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        mod below {
+            use super::*;
+            $(
+                pub(super) unsafe extern "C" fn $method($($argument: $type),*) -> CUresult {
+                    enter(Function::$method, |layer| {
+                        let Ok(address) = layer.below.address(Function::$method) else {
+                            return CUresult::CUDA_ERROR_NOT_FOUND;
+                        };
+                        // SAFETY: that is the signature with which the table calls it.
+                        let function = unsafe {
+                            transmute::<*const c_void, unsafe extern "C" fn($($type),*) -> CUresult>(address)
+                        };
+                        // SAFETY: the caller's contract.
+                        unsafe { function($($argument),*) }
+                    })
+                }
+            )*
+        }
+
+        #[allow(unreachable_patterns)] // What is done instead comes first.
+        fn address(function: Function) -> *const c_void {
+            match function {
+                Function::cuModuleLoadData => instead::load as *const c_void,
+                Function::cuModuleUnload => instead::unload as *const c_void,
+                Function::cuModuleGetFunction => instead::function as *const c_void,
+                Function::cuFuncSetAttribute => instead::attribute as *const c_void,
+                Function::cuLaunchKernelEx => instead::launch as *const c_void,
+                Function::cuStreamIsCapturing => instead::is_capturing as *const c_void,
+                $(Function::$method => below::$method as *const c_void,)*
+                _ => std::ptr::null(),
+            }
+        }
+    };
+}
+
+for_each_function!(shims);
+
+fn address_by_name(name: &CStr) -> *const c_void {
+    let found = Function::ALL.iter().find(|function| function.symbol().as_bytes() == name.to_bytes());
+    found.map_or(std::ptr::null(), |&function| address(function))
+}

@@ -177,9 +177,9 @@ impl ElasticBuffer {
     /// [`CapacityExceeded`](Error::CapacityExceeded) comes on every rank, and no row was moved. [`PeerTimeout`](Error::PeerTimeout) and
     /// [`RanksDisagree`](Error::RanksDisagree) break the buffer.
     ///
-    /// Expert ids on a GPU are looked at by the kernel: [`ExpertOutOfRange`](Error::ExpertOutOfRange) and
-    /// [`DuplicateExpert`](Error::DuplicateExpert) come on the rank that gave them when the call has run on all ranks, that lane counting as
-    /// none. The buffer is as good as before, and the other ranks have their results: a rank that can't go on has to tell them.
+    /// Expert ids are looked at where the call runs, on a GPU by its kernel, and a wrong one counts as none: [`WrongIds`](Error::WrongIds) comes on the rank that gave
+    /// it when the call has run on all ranks. The buffer is as good as before, and the error has the result, with which this rank can go on; one that
+    /// does not has to tell the others, who have theirs.
     pub fn dispatch(&mut self, args: DispatchArgs<'_>) -> Result<Dispatched> {
         self.check()?;
         let outcome = args.run(&self.shared);

@@ -5,6 +5,7 @@ use std::fmt;
 use std::io;
 use std::time::Duration;
 
+use crate::handle::Dispatched;
 use crate::tensor::DType;
 
 /// Result of this crate.
@@ -144,6 +145,20 @@ pub enum Error {
         second: usize,
         /// The expert.
         expert: i64,
+    },
+
+    /// A dispatch has run on all ranks, with lanes of this rank's that counted as none.
+    ///
+    /// The other ranks have their results, and so has this one: whoever goes on with it, as if those lanes had been −1, is in step with them. Who does not,
+    /// tells them, or they wait for this rank in their next call.
+    #[error(
+        "{problem}; the lane counted as none, and the dispatch has run on all ranks: this error has its result"
+    )]
+    WrongIds {
+        /// What was wrong: [`ExpertOutOfRange`](Self::ExpertOutOfRange) or [`DuplicateExpert`](Self::DuplicateExpert), of one lane.
+        problem: Box<Error>,
+        /// What the dispatch delivered.
+        dispatched: Box<Dispatched>,
     },
 
     /// More rows arrive than the caller's or the buffer's capacity holds.

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use crate::backend::{Copy2d, Counts, Order, Ran};
 use crate::buffer::Shared;
@@ -251,15 +252,21 @@ impl Dispatched {
         })
     }
 
-    /// Whether the dispatch, which must have run, delivered everything. Of use when it did not wait for counts: then a call over
-    /// capacity delivers nothing, on all ranks, and says so here; and so does, on the CUDA backend, the rank whose ids were wrong. Of
-    /// several calls with wrong ids the newest is known.
+    /// Whether the dispatch has run and delivered everything. Of use when it did not wait for counts: then a call over capacity delivers nothing, on all
+    /// ranks, and says so here; and so does the rank whose ids were wrong. Of several calls with wrong ids the newest is known.
+    ///
+    /// Of a captured dispatch the newest replay is looked at, and the caller sees to it that it has run.
     ///
     /// # Errors
     /// [`CapacityExceeded`](Error::CapacityExceeded) with the number that is needed;
     /// [`ExpertOutOfRange`](Error::ExpertOutOfRange) or [`DuplicateExpert`](Error::DuplicateExpert) for a lane that counted as none;
-    /// [`PeerTimeout`](Error::PeerTimeout) if a rank gave up.
+    /// [`StillRunning`](Error::StillRunning) if the dispatch has not run yet; [`PeerTimeout`](Error::PeerTimeout) if a rank gave up.
     pub fn check(&self) -> Result<()> {
+        let shared = &self.lease.shared;
+        if self.event.is_pending()? {
+            let (rank, waited) = (shared.heap.rank(), Duration::ZERO);
+            return Err(Error::StillRunning { what: "a dispatch", rank, waited });
+        }
         let handle = &self.handle.0;
         let ran = Ran {
             number: self.number,
@@ -268,7 +275,7 @@ impl Dispatched {
             handle_slot: handle.lease.slot,
             cached: self.cached,
         };
-        match self.lease.shared.backend.problem(ran)? {
+        match shared.backend.problem(ran)? {
             Some(problem) => Err(problem.into()),
             None => Ok(()),
         }

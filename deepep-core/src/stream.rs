@@ -60,6 +60,8 @@ impl EventRef<'_> {
 /// What a backend's event can do.
 pub(crate) trait EventSource: Send + Sync {
     fn is_complete(&self) -> Result<bool>;
+    /// Whether the operation is known not to have run yet. Of captured ones nothing is known.
+    fn is_pending(&self) -> Result<bool>;
     fn wait(&self, timeout: Duration) -> Result<()>;
     fn as_raw(&self) -> *mut c_void;
 }
@@ -85,6 +87,11 @@ impl Event {
     /// The backend's, if a kernel failed: this operation's, or another one's of the same buffer, before it or after it.
     pub fn is_complete(&self) -> Result<bool> {
         self.0.as_ref().map_or(Ok(true), |event| event.is_complete())
+    }
+
+    /// Whether the operation is known not to have run yet.
+    pub(crate) fn is_pending(&self) -> Result<bool> {
+        self.0.as_ref().map_or(Ok(false), |event| event.is_pending())
     }
 
     /// Blocks until the operation has run, at most for `timeout`.

@@ -27,38 +27,59 @@ fn refused(side: &Side, what: &str, bad: impl Fn(&Good, &mut ElasticBuffer) -> R
     });
 }
 
-/// A call with bad ids on rank 0 and good ones on rank 1. On the host they are found before anything is sent, so that rank 1 waits until
-/// they are good; kernels find them in the call, which all ranks then have behind them.
-fn refused_ids(side: &Side, what: &str, width: DType, token: usize, ids: [i64; 2]) {
+/// A call with a bad id on rank 0 and good ones on rank 1. It runs on both, the lane counting as none; rank 0 hears of it, and goes on with the result.
+fn wrong_ids(side: &Side, what: &str, width: DType, token: usize, ids: [i64; 2]) {
     on_threads(2, LONG, |bootstrap| {
         let rank = bootstrap.rank();
         let mut buffer = buffer(side, bootstrap);
         let good = Good::new(&buffer);
-        let mut spoiled = [0_i64, 3].repeat(TOKENS);
-        spoiled[token * TOPK..][..TOPK].copy_from_slice(&ids);
-        let narrow: Vec<i32> = spoiled.iter().map(|&id| id as i32).collect();
+        let mut given = [0_i64, 3].repeat(TOKENS);
+        if rank == 0 {
+            given[token * TOPK..][..TOPK].copy_from_slice(&ids);
+        }
+        let narrow: Vec<i32> = given.iter().map(|&id| id as i32).collect();
         let given = match width {
             DType::I32 => good.tensors.of(&buffer, &narrow, TOKENS, TOPK),
-            _ => good.tensors.of(&buffer, &spoiled, TOKENS, TOPK),
+            _ => good.tensors.of(&buffer, &given, TOKENS, TOPK),
         };
-        let good_ids: Vec<i32> = [0, 3].repeat(TOKENS);
-        let good_narrow = good.tensors.of(&buffer, &good_ids, TOKENS, TOPK);
+        let is_told = |error: &Error| {
+            let is_id = matches!(error, Error::ExpertOutOfRange { .. } | Error::DuplicateExpert { .. });
+            assert!(is_id && error.to_string().contains(what), "expected {what:?} in: {error}");
+        };
         for exact in [true, false] {
-            let call = |buffer: &mut ElasticBuffer, idx: TensorRef<'_>| -> Result<()> {
-                let args = DispatchArgs::new(good.x(), idx);
-                let got = buffer.dispatch(if exact { args } else { args.without_counts() })?;
-                got.event().wait(LONG)?;
-                got.check()
+            let args = DispatchArgs::new(good.x(), given.view());
+            let outcome = buffer.dispatch(if exact { args } else { args.without_counts() });
+            let got = match outcome {
+                Err(Error::WrongIds { problem, dispatched }) => {
+                    assert!(exact && rank == 0, "{problem}");
+                    is_told(&problem);
+                    *dispatched
+                }
+                outcome => {
+                    assert!(rank == 1 || !exact, "{what}: no error");
+                    outcome.unwrap()
+                }
             };
-            if rank == 0 {
-                let error = call(&mut buffer, given.view()).expect_err(what);
-                let text = error.to_string();
-                assert!(text.contains(what), "expected {what:?} in: {text}");
+            got.event().wait(LONG).unwrap();
+            match got.check() {
+                Err(error) => {
+                    assert_eq!(rank, 0, "{error}");
+                    is_told(&error);
+                }
+                Ok(()) => assert_eq!(rank, 1, "{what}: no error"),
             }
-            if rank == 1 || !side.is_gpu() {
-                let idx = if width == DType::I32 { good_narrow.view() } else { good.idx() };
-                call(&mut buffer, idx).unwrap();
+            if exact {
+                // The lane that counted as none is missing on one of the ranks.
+                let received = read::<i32>(&buffer, got.handle().rank_prefix());
+                let tokens = got.tokens();
+                assert!(received[1] == tokens as i32 && (2 * TOKENS - 1..=2 * TOKENS).contains(&tokens));
             }
+            let sums = good.combine(&mut buffer, &got, None);
+            for (t, row) in sums.chunks(HIDDEN).enumerate() {
+                let copies = if rank == 0 && t == token { 1.0 } else { 2.0 };
+                assert!(row.iter().all(|&y| y == bf16::from_f32(copies)), "{what}: token {t}");
+            }
+            drop(got);
             good.round(&mut buffer);
         }
         buffer.close().unwrap();
@@ -74,9 +95,9 @@ on_both_sides! {
             ([i64::MIN, 0], "topk_idx[3][0] of rank 0 = -9223372036854775808"),
             ([2, 2], "topk_idx[3] of rank 0 names expert 2 in lanes 0 and 1"),
         ] {
-            refused_ids(side, what, DType::I64, 3, ids);
+            wrong_ids(side, what, DType::I64, 3, ids);
         }
-        refused_ids(side, "topk_idx[0][1] of rank 0 = 7", DType::I32, 0, [1, 7]);
+        wrong_ids(side, "topk_idx[0][1] of rank 0 = 7", DType::I32, 0, [1, 7]);
     }
 }
 

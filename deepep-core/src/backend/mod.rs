@@ -159,7 +159,7 @@ pub struct Counts {
 /// Something that went wrong in an operation after which the buffer can go on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Problem {
-    /// No rank moved a row.
+    /// No rank moved a row. What comes first, if there are several.
     Capacity { what: &'static str, rank: usize, needed: u64, capacity: u64 },
     /// The lane counted as none.
     ExpertOutOfRange { rank: usize, token: usize, lane: usize, expert: i64, experts: usize },

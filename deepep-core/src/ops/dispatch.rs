@@ -3,9 +3,8 @@
 use std::sync::Arc;
 
 use super::Digest;
-use crate::backend::{DispatchCall, Order, Positions};
+use crate::backend::{DispatchCall, Order, Positions, Problem};
 use crate::buffer::Shared;
-use crate::config::BackendKind;
 use crate::error::{Error, Result};
 use crate::handle::{Dispatched, Handle, HandleInner, Lease, SlotKind};
 use crate::layout::{DispatchShape, IndexWidth, MAX_TOPK, Placement, ScaleOrder};
@@ -275,9 +274,6 @@ impl<'a> DispatchArgs<'a> {
         }
         if let Route::Fresh(topk_idx) = &self.route {
             site.require("topk_idx", topk_idx)?;
-            if shared.backend.kind() == BackendKind::Host {
-                check_ids(topk_idx, shared.heap.rank(), shape.experts)?;
-            }
         }
         Ok(())
     }
@@ -321,7 +317,9 @@ impl<'a> DispatchArgs<'a> {
             Err(e) => return Ok(Err(e)),
         };
         let number = outcome.number;
-        if let (true, Some(problem)) = (exact, outcome.problem) {
+        let problem = outcome.problem.filter(|_| exact);
+        // Every rank hears of that one, and none has a result.
+        if let Some(problem @ Problem::Capacity { .. }) = problem {
             return Ok(Err(problem.into()));
         }
         let cached = handle.is_ok();
@@ -332,7 +330,7 @@ impl<'a> DispatchArgs<'a> {
                 Handle(Arc::new(HandleInner { lease, number, shape, layout, tokens, counts }))
             }
         };
-        Ok(Ok(Dispatched {
+        let dispatched = Dispatched {
             lease,
             handle,
             shape,
@@ -343,7 +341,13 @@ impl<'a> DispatchArgs<'a> {
             number,
             cached,
             event: outcome.event,
-        }))
+        };
+        Ok(match problem {
+            None => Ok(dispatched),
+            Some(problem) => {
+                Err(Error::WrongIds { problem: Box::new(problem.into()), dispatched: Box::new(dispatched) })
+            }
+        })
     }
 
     #[allow(clippy::type_complexity)] // The handle is either the cached one or a new slot's lease.
@@ -383,23 +387,4 @@ impl<'a> DispatchArgs<'a> {
         };
         Ok((call, lease, handle))
     }
-}
-
-/// Finds ids that are no experts, and experts that a token names twice, before anything is sent.
-fn check_ids(topk_idx: &TensorRef<'_>, rank: usize, experts: usize) -> Result<()> {
-    let ids: Vec<i64> = match topk_idx.dtype() {
-        DType::I32 => topk_idx.as_slice::<i32>()?.iter().map(|&id| id.into()).collect(),
-        _ => topk_idx.as_slice::<i64>()?.to_vec(),
-    };
-    for (token, row) in ids.chunks(topk_idx.columns()).enumerate() {
-        for (lane, &expert) in row.iter().enumerate() {
-            if expert < -1 || expert >= experts as i64 {
-                return Err(Error::ExpertOutOfRange { rank, token, lane, expert, experts });
-            }
-            if let Some(first) = row[..lane].iter().position(|&other| other == expert && expert >= 0) {
-                return Err(Error::DuplicateExpert { rank, token, first, second: lane, expert });
-            }
-        }
-    }
-    Ok(())
 }

@@ -151,10 +151,8 @@ impl CudaBackend {
             end.wait_reached("a dispatch", reports.patience())?;
             reports.check()?;
         }
-        let problem = match self.wrong_ids(&ran)? {
-            None if over => Some(self.over_capacity(shape, needed)),
-            found => found,
-        };
+        // All ranks know that of each other.
+        let problem = if over { Some(self.over_capacity(shape, needed)) } else { self.wrong_ids(&ran)? };
         Ok(DispatchOutcome { number, counts: Some(counts), problem, event: public(end) })
     }
 
@@ -336,12 +334,12 @@ impl Backend for CudaBackend {
         if ran.cached {
             return Ok(None);
         }
-        if let Some(problem) = self.wrong_ids(&ran)? {
-            return Ok(Some(problem));
-        }
         let cells = self.table(&ran, ran.handle.counts, HandleLayout::COUNTS)?;
         let needed = [cells[2], cells[3]].map(|n| n.max(0) as u32);
-        Ok((needed != [0, 0]).then(|| self.over_capacity(ran.shape, needed)))
+        if needed != [0, 0] {
+            return Ok(Some(self.over_capacity(ran.shape, needed)));
+        }
+        self.wrong_ids(&ran)
     }
 
     unsafe fn copy(&self, rows: Copy2d, order: Order<'_>) -> Result<Event> {

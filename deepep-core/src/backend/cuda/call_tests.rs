@@ -94,15 +94,29 @@ fn no_counts(args: DispatchArgs<'_>) -> DispatchArgs<'_> {
     args.without_counts()
 }
 
+const STEADY: [F; 5] =
+    [F::cuCtxPushCurrent, F::cuStreamIsCapturing, F::cuLaunchKernelEx, F::cuEventRecord, F::cuCtxPopCurrent];
+
+/// On a stream of the caller's, which may not be the one of the call before.
+const NAMED: [F; 6] = [
+    F::cuCtxPushCurrent,
+    F::cuStreamIsCapturing,
+    F::cuStreamGetId,
+    F::cuLaunchKernelEx,
+    F::cuEventRecord,
+    F::cuCtxPopCurrent,
+];
+
+/// A list with a wait before what is enqueued.
+fn with_waits(calls: &[F], waits: usize) -> Vec<F> {
+    let at = calls.iter().position(|&f| f == F::cuLaunchKernelEx).unwrap();
+    let mut all = calls.to_vec();
+    all.splice(at..at, vec![F::cuStreamWaitEvent; waits]);
+    all
+}
+
 #[test]
 fn a_call_asks_the_driver_for_five_things() {
-    const STEADY: [F; 5] = [
-        F::cuCtxPushCurrent,
-        F::cuStreamIsCapturing,
-        F::cuLaunchKernelEx,
-        F::cuEventRecord,
-        F::cuCtxPopCurrent,
-    ];
     Recorder::run(|driver, cuda| {
         let mut bench = Bench::new(cuda);
         let kept = bench.dispatch(no_counts).unwrap();
@@ -125,4 +139,138 @@ fn a_call_asks_the_driver_for_five_things() {
             assert_eq!(calls, copy, "copy {round}");
         }
     });
+}
+
+#[test]
+fn exact_counts_are_no_further_calls() {
+    Recorder::run(|driver, cuda| {
+        let mut bench = Bench::new(cuda);
+        driver.on_launch(|params| kernel(params, [5, 5, 0, 0], None));
+        for round in 0..4 {
+            let (got, calls) = driver.calls(|| {
+                let got = bench.dispatch(|args| args).unwrap();
+                (got.tokens(), got.rows(), got.counts().unwrap().expert_counts.clone())
+            });
+            assert_eq!(got, (5, 5, vec![1, 2, 1, 1]), "{round}");
+            // The first two make an event each.
+            if round >= 2 {
+                assert_eq!(calls, STEADY, "{round}");
+            }
+        }
+    });
+}
+
+#[test]
+fn other_streams_and_events_cost_a_wait_each() {
+    Recorder::run(|driver, cuda| {
+        let mut bench = Bench::new(cuda);
+        let context = bench.buffer.device().primary_context().unwrap();
+        let streams = [0, 1].map(|_| Stream::new(&context).unwrap());
+        // SAFETY: the streams outlive their use.
+        let [one, other] = [0, 1].map(|i| unsafe { StreamRef::from_raw(streams[i].raw().cast()) });
+        let before = bench.dispatch(no_counts).unwrap();
+        // SAFETY: the event was recorded, and means what it means as long as the result is there.
+        let after = unsafe { EventRef::from_raw(before.event().as_raw().unwrap()) };
+        drop(bench.dispatch(no_counts).unwrap());
+        for round in 0..2 {
+            let (_, calls) = driver.calls(|| drop(bench.dispatch(|args| args.without_counts().stream(one))));
+            if round > 0 {
+                assert_eq!(calls, with_waits(&NAMED, 1), "another stream than before");
+            }
+            let (_, calls) = driver.calls(|| drop(bench.combine(&before, |args| args.stream(one))));
+            if round > 0 {
+                assert_eq!(calls, NAMED, "the same stream");
+            }
+            let (_, calls) =
+                driver.calls(|| drop(bench.combine(&before, |args| args.stream(other).after(after))));
+            assert_eq!(calls, with_waits(&NAMED, 2), "another stream, and an event");
+            let (_, calls) = driver.calls(|| drop(bench.dispatch(no_counts)));
+            assert_eq!(calls, with_waits(&STEADY, 1), "the own stream again");
+            let (_, calls) = driver.calls(|| drop(bench.dispatch(|args| args.without_counts().after(after))));
+            assert_eq!(calls, with_waits(&STEADY, 1), "an event");
+        }
+    });
+}
+
+#[test]
+fn kernels_are_loaded_once() {
+    Recorder::run(|driver, cuda| {
+        let loads = |calls: &[F]| calls.iter().filter(|&&f| f == F::cuModuleLoadData).count();
+        let (first, calls) = driver.calls(|| build(builder(cuda)).unwrap());
+        // One is a question to the driver: whether it runs kernels.
+        let loaded = loads(&calls) - 1;
+        assert!(loaded > 3, "{loaded}");
+        let (second, calls) = driver.calls(|| build(builder(cuda)).unwrap());
+        assert_eq!(loads(&calls), 1);
+        let (_, calls) = driver.calls(|| drop((first, second)));
+        assert!(!calls.contains(&F::cuModuleUnload) && !calls.contains(&F::cuMemFreeHost));
+        let (third, calls) = driver.calls(|| build(builder(cuda)).unwrap());
+        assert_eq!((loads(&calls), calls.contains(&F::cuMemHostAlloc)), (1, false));
+        // Another context has nothing yet.
+        let (other, calls) = driver.calls(|| build(builder(cuda).device(1)).unwrap());
+        assert_eq!(loads(&calls) - 1, loaded);
+        drop((third, other));
+    });
+}
+
+/// An operation of a bench, and whether it is one in which ranks meet.
+type Operation = (&'static str, fn(&mut Bench, &Dispatched) -> Result<Event>, bool);
+
+const OPERATIONS: [Operation; 5] = [
+    ("dispatch", |bench, _| bench.dispatch(no_counts).map(|got| got.event().clone()), true),
+    ("cached dispatch", |bench, kept| bench.cached(kept.handle()).map(|got| got.event().clone()), true),
+    ("combine", |bench, kept| bench.combine(kept, |args| args), true),
+    ("barrier", |bench, _| bench.buffer.barrier(), true),
+    ("copy", |bench, kept| bench.copy_out(kept), false),
+];
+
+/// Each call of the driver in turn is refused.
+#[test]
+fn a_refused_call_can_be_repeated_unless_its_end_is_lost() {
+    for (name, operation, meets) in OPERATIONS {
+        for before in 0.. {
+            let (mut refused, mut lost) = (None, false);
+            Recorder::run(|driver, cuda| {
+                let mut bench = Bench::new(cuda);
+                let kept = bench.dispatch(no_counts).unwrap();
+                let (result, calls) = driver.calls(|| {
+                    driver.fail(before, CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+                    operation(&mut bench, &kept)
+                });
+                if driver.spare() {
+                    return;
+                }
+                let call = calls[before];
+                refused = Some(call);
+                match (call, result) {
+                    // What was pushed is left on the thread's stack, and what was enqueued counts.
+                    (F::cuCtxPopCurrent, Ok(_)) => {}
+                    (F::cuEventRecord, Err(Error::Vmm(_))) => lost = true,
+                    (_, Err(Error::Vmm(error))) => {
+                        assert!(error.to_string().contains("OUT_OF_MEMORY"), "{error}")
+                    }
+                    (_, other) => panic!("{name}, {call:?}: {other:?}"),
+                }
+                let again = operation(&mut bench, &kept);
+                match again {
+                    Ok(end) => {
+                        assert!(!lost, "{name}, {call:?}");
+                        end.wait(LONG).unwrap();
+                        assert_eq!(
+                            bench.buffer.handles_number(),
+                            2 + usize::from(call == F::cuCtxPopCurrent)
+                        );
+                    }
+                    // The buffer is broken; a copy, of which there may be more, finds out for itself.
+                    Err(Error::Broken { .. }) => assert!(lost, "{name}, {call:?}"),
+                    Err(error) => panic!("{name}, {call:?}: {error}"),
+                }
+                let _ = meets;
+            });
+            if refused.is_none() {
+                assert!(before >= STEADY.len(), "{name}: {before} calls");
+                break;
+            }
+        }
+    }
 }

@@ -134,6 +134,13 @@ impl EventSource for CudaEvent {
         Ok(reached)
     }
 
+    fn is_pending(&self) -> Result<bool> {
+        if self.captured {
+            return Ok(false);
+        }
+        Ok(!self.has_run()?)
+    }
+
     fn wait(&self, timeout: Duration) -> Result<()> {
         self.wait_reached("an operation", timeout)?;
         self.reports.check()

@@ -89,9 +89,12 @@ pub(super) fn run(
         own_row: rank.own().table(handle(call.handle.own_row), if_expanded(n * k))?,
     };
 
-    let counted = match &call.positions {
-        Positions::Fresh { topk_idx } => Some(count(&shape, topk_idx, &sent.topk)?),
-        Positions::Cached => None,
+    let (counted, wrong) = match &call.positions {
+        Positions::Fresh { topk_idx } => {
+            let (counts, wrong) = count(rank, &shape, topk_idx, &sent.topk)?;
+            (Some(counts), wrong)
+        }
+        Positions::Cached => (None, None),
     };
     let places = exchange(rank, &call, epoch, counted.as_deref())?;
     let totals = match counted {
@@ -124,7 +127,7 @@ pub(super) fn run(
         send(rank, &call, epoch, totals.as_ref(), &sent, &destinations)?;
         receive(rank, &call, epoch, &counts, &destinations[me])?;
     }
-    Ok((call.exact.then_some(counts), problem))
+    Ok((call.exact.then_some(counts), problem.or(wrong)))
 }
 
 /// Phases 3 to 5 of the sender: metadata, rows, and word that they are there.

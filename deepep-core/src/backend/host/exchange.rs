@@ -86,23 +86,43 @@ impl Totals {
     }
 }
 
-/// Phase 1: writes the valid ids of this rank's tokens into its handle slot, and counts tokens of each expert and for each rank.
+/// Phase 1: writes the valid ids of this rank's tokens into its handle slot, and counts tokens of each expert and for each rank. Also says which id is
+/// wrong: the first that is no expert, or else the first that a token names twice.
 pub(super) fn count(
+    rank: &Rank<'_>,
     shape: &DispatchShape,
     topk_idx: &TensorRef<'_>,
     valid: &Table<'_, i32>,
-) -> Result<Vec<u32>> {
+) -> Result<(Vec<u32>, Option<Problem>)> {
+    let (rank, experts) = (rank.me, shape.experts);
+    let (mut unknown, mut twice) = (None, None);
     let mut counts = vec![0; shape.experts + shape.ranks];
     let ids = Ids::of(topk_idx);
     let mut lanes = vec![-1; shape.topk];
     for token in 0..topk_idx.rows() {
         let mut ranks = 0u32;
         for k in 0..shape.topk {
-            let id = ids.get(token * shape.topk + k)?;
-            // The caller has checked the ids; what slips through all the same must not lead anywhere.
-            let known =
-                usize::try_from(id).is_ok_and(|e| e < shape.experts) && !lanes[..k].contains(&(id as i32));
-            lanes[k] = if known { id as i32 } else { -1 };
+            let expert = ids.get(token * shape.topk + k)?;
+            let id = match i32::try_from(expert) {
+                Ok(id) if id >= 0 && (id as usize) < experts => id,
+                Ok(-1) => -1,
+                _ => {
+                    unknown.get_or_insert(Problem::ExpertOutOfRange {
+                        rank,
+                        token,
+                        lane: k,
+                        expert,
+                        experts,
+                    });
+                    -1
+                }
+            };
+            let first = lanes[..k].iter().position(|&lane| lane == id && id >= 0);
+            if let Some(first) = first {
+                twice.get_or_insert(Problem::DuplicateExpert { rank, token, first, second: k, expert });
+            }
+            let known = id >= 0 && first.is_none();
+            lanes[k] = if known { id } else { -1 };
             valid.set(token * shape.topk + k, lanes[k])?;
             if known {
                 counts[id as usize] += 1;
@@ -113,7 +133,7 @@ pub(super) fn count(
             counts[shape.experts + d] += 1;
         }
     }
-    Ok(counts)
+    Ok((counts, unknown.or(twice)))
 }
 
 fn cell(rank: &Rank<'_>, epoch: u32, source: usize, index: usize) -> usize {

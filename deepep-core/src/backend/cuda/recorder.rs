@@ -23,7 +23,6 @@ type Kernel = Box<dyn FnMut(*const c_void)>;
 
 /// The driver of one test, on its thread only.
 pub(super) struct Recorder {
-    emulator: Emulator,
     layer: Rc<Layer>,
 }
 
@@ -60,7 +59,7 @@ impl Recorder {
             handles: Cell::new(0x1000),
         });
         LAYER.set(Some(layer.clone()));
-        let recorder = Self { emulator: emulator.clone(), layer };
+        let recorder = Self { layer };
         {
             // SAFETY: `address` gives functions with the C ABI and the signatures of the list that the table is made from, for the names of that list.
             // They are code of this file; on other threads than the test's they are a driver that has shut down.
@@ -78,20 +77,11 @@ impl Recorder {
         emulator
     }
 
-    pub(super) fn emulator(&self) -> &Emulator {
-        &self.emulator
-    }
-
     /// The calls that a body makes.
     pub(super) fn calls<T>(&self, body: impl FnOnce() -> T) -> (T, Vec<Function>) {
         self.layer.calls.borrow_mut().clear();
         let result = body();
         (result, self.layer.calls.take())
-    }
-
-    /// Calls of a function so far, or since the last list.
-    pub(super) fn count(&self, function: Function) -> usize {
-        self.layer.calls.borrow().iter().filter(|&&called| called == function).count()
     }
 
     /// Makes one call fail, after `before` others.

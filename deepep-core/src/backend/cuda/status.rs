@@ -64,20 +64,29 @@ impl StatusBlock {
     }
 }
 
+/// Writes a record as a kernel does: the sequence last.
+///
+/// # Safety
+/// `at` is the place of a record in a status block.
+#[cfg(test)]
+pub(super) unsafe fn write_record(at: *mut u8, record: StatusRecord) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let sequence = AtomicU32::from_ptr(at.cast());
+        sequence.store(0, Ordering::Release);
+        fence(Ordering::SeqCst);
+        ptr::write_volatile(at.cast::<StatusRecord>(), StatusRecord { sequence: 0, ..record });
+        sequence.store(record.sequence, Ordering::Release);
+    }
+}
+
 /// What kernels do, for tests without any.
 #[cfg(test)]
 impl StatusBlock {
-    /// Writes a record as a kernel does: the sequence last.
+    /// Writes a record.
     pub(super) fn write_record(&self, kind: RecordKind, record: StatusRecord) {
         // SAFETY: the record lies inside the block, aligned; readers take it only when the sequence says that it is whole.
-        unsafe {
-            let at = self.memory.host().as_ptr().add(self.layout.record(kind));
-            let sequence = AtomicU32::from_ptr(at.cast());
-            sequence.store(0, Ordering::Release);
-            fence(Ordering::SeqCst);
-            ptr::write_volatile(at.cast::<StatusRecord>(), StatusRecord { sequence: 0, ..record });
-            sequence.store(record.sequence, Ordering::Release);
-        }
+        unsafe { write_record(self.memory.host().as_ptr().add(self.layout.record(kind)), record) };
     }
 
     /// Writes a cell of the exact counts.

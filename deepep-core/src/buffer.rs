@@ -329,6 +329,8 @@ impl Builder {
         timeout: Duration,
         /// Most multiprocessors of a GPU that an operation may use.
         multiprocessors: usize,
+        /// Whether a kernel of a rank that has its GPU for itself is launched while the one before it still runs.
+        early_launch: bool,
         /// Which processors run the operations.
         backend: BackendKind,
         /// Device ordinal of this rank.

@@ -101,6 +101,10 @@ pub struct Config {
     pub timeout: Duration,
     /// Most multiprocessors of a GPU that an operation may use; without it all, or an equal share where ranks share a GPU. May differ between ranks.
     pub multiprocessors: Option<usize>,
+    /// Whether kernels are launched while the one before them in their stream still runs, which hides a launch behind it (programmatic stream serialization): not
+    /// if not set. For ranks that have their device for themselves; where ranks share one, asking for it is an error. A caller's own kernel that is launched in the same way
+    /// behind an operation has to wait for it (`griddepcontrol.wait`, `cudaGridDependencySynchronize`) before it touches any of its tensors. May differ between ranks.
+    pub early_launch: Option<bool>,
     /// Which processors run the operations.
     pub backend: BackendKind,
     /// Device ordinal of this rank, modulo the number of devices; without it the ranks of a host take turns with the devices that kernels run on.
@@ -132,6 +136,7 @@ impl Config {
             hybrid: false,
             timeout: Duration::from_secs(100),
             multiprocessors: None,
+            early_launch: None,
             backend: BackendKind::Auto,
             device: None,
         }

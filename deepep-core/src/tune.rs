@@ -1,4 +1,7 @@
-//! Sizes at which one way of doing things replaces another.
+//! Choices between ways of doing things: sizes at which one replaces another, and what is done unless the caller says otherwise.
+
+/// Whether a rank that has its device for itself launches kernels early, if its caller does not say. Not before GPUs have shown what it brings.
+pub(crate) const EARLY_LAUNCH: bool = false;
 
 /// Sizes at which collectives change the way in which values travel, in bytes of one rank: what it gives to an all-gather, gets from a
 /// reduce-scatter, or gives to and gets from an all-reduce. The same on all ranks. On the host backend there is one way only.

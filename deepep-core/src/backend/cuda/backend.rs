@@ -67,6 +67,7 @@ impl CudaBackend {
             timeout: config.timeout,
             max_blocks: gpu.blocks(config.multiprocessors)?,
             cooperative: gpu.has_context_alone(),
+            early: gpu.early(config.early_launch)?,
             ..EngineOptions::default()
         };
         let (context, address) = (gpu.context().clone(), status.device_address());

@@ -1,11 +1,13 @@
 //! What calls ask of the driver, in which order, and what is left when it refuses.
 
+use std::cell::Cell;
 use std::ffi::c_void;
+use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use cuda_vmm::Cuda;
-use cuda_vmm::sys::{CUresult, CUstreamCaptureStatus, Function};
+use cuda_vmm::sys::{CUlaunchAttributeID, CUresult, CUstreamCaptureStatus, Function};
 
 use super::recorder::Recorder;
 use super::status::write_record;
@@ -16,6 +18,7 @@ use crate::jit::params::DispatchParams;
 use crate::layout::{CountsLayout, RecordKind, StatusLayout, StatusRecord};
 use crate::stream::{EventRef, StreamRef};
 use crate::tensor::DType;
+use crate::tune::EARLY_LAUNCH;
 use crate::{
     BackendKind, Builder, CombineArgs, DispatchArgs, Dispatched, ElasticBuffer, Error, Event, Handle, Result,
 };
@@ -168,7 +171,7 @@ fn a_call_asks_the_driver_for_five_things() {
 fn exact_counts_are_no_further_calls() {
     Recorder::run(|driver, cuda| {
         let mut bench = Bench::new(cuda);
-        driver.on_launch(|params| kernel(params, [5, 5, 0, 0], None));
+        driver.on_launch(|_, params| kernel(params, [5, 5, 0, 0], None));
         for round in 0..4 {
             let (got, calls) = driver.calls(|| {
                 let got = bench.dispatch(|args| args).unwrap();
@@ -408,6 +411,28 @@ fn a_captured_buffer_that_is_not_closed_keeps_its_memory() {
     assert!(!emulator.ledger().is_empty());
 }
 
+#[test]
+fn kernels_are_launched_early_if_the_caller_says_so() {
+    let id = CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    for asked in [None, Some(false), Some(true)] {
+        Recorder::run(|driver, cuda| {
+            let mut buffer = build(asked.into_iter().fold(builder(cuda), Builder::early_launch)).unwrap();
+            let launches = Rc::new(Cell::new(0));
+            let counted = launches.clone();
+            driver.on_launch(move |config, _| {
+                // SAFETY: a launch has that many attributes.
+                let attributes =
+                    unsafe { std::slice::from_raw_parts(config.attrs, config.numAttrs as usize) };
+                let early = attributes.iter().any(|attribute| attribute.id == id);
+                assert_eq!(early, asked.unwrap_or(EARLY_LAUNCH));
+                counted.set(counted.get() + 1);
+            });
+            buffer.barrier().unwrap();
+            assert_eq!(launches.get(), 1);
+        });
+    }
+}
+
 fn bad_id(sequence: u32) -> (RecordKind, StatusRecord) {
     let record =
         StatusRecord { sequence, index: 3, lane: 1, seen: 7, expected: 4, ..StatusRecord::default() };
@@ -418,7 +443,7 @@ fn bad_id(sequence: u32) -> (RecordKind, StatusRecord) {
 fn wrong_ids_do_not_lose_the_result() {
     Recorder::run(|driver, cuda| {
         let mut bench = Bench::new(cuda);
-        driver.on_launch(|params| kernel(params, [5, 5, 0, 0], Some(bad_id(1))));
+        driver.on_launch(|_, params| kernel(params, [5, 5, 0, 0], Some(bad_id(1))));
         let outcome = bench.dispatch(|args| args);
         let Err(Error::WrongIds { problem, dispatched }) = outcome else { panic!("{outcome:?}") };
         let says = |error: &Error| {
@@ -427,17 +452,17 @@ fn wrong_ids_do_not_lose_the_result() {
         says(&problem);
         assert_eq!((dispatched.tokens(), dispatched.handle().counts().unwrap().rows), (5, 5));
         says(&dispatched.check().unwrap_err());
-        driver.on_launch(|_| {});
+        driver.on_launch(|_, _| {});
         bench.combine(&dispatched, |args| args).unwrap().wait(LONG).unwrap();
         // A good call is not blamed for it, with counts or without.
-        driver.on_launch(|params| kernel(params, [5, 5, 0, 0], None));
+        driver.on_launch(|_, params| kernel(params, [5, 5, 0, 0], None));
         bench.dispatch(|args| args).unwrap();
         let got = bench.dispatch(no_counts).unwrap();
         got.event().wait(LONG).unwrap();
         got.check().unwrap();
         drop(got);
         // Over capacity, which all ranks know of, comes first.
-        driver.on_launch(|params| kernel(params, [0, 0, 9, 9], Some(bad_id(4))));
+        driver.on_launch(|_, params| kernel(params, [0, 0, 9, 9], Some(bad_id(4))));
         let outcome = bench.dispatch(|args| args);
         assert!(matches!(outcome, Err(Error::CapacityExceeded { needed: 9, .. })), "{outcome:?}");
         drop(dispatched);

@@ -9,6 +9,7 @@ use cuda_vmm::{Context, Cuda, Device};
 use crate::bootstrap::Bootstrap;
 use crate::bootstrap::agree::agree_with;
 use crate::error::{Error, Result};
+use crate::tune::EARLY_LAUNCH;
 
 /// Lowest compute capability: kernels use bulk copies, which Hopper has first.
 const HOPPER: u32 = 9;
@@ -122,6 +123,22 @@ impl Gpu {
         self.in_process == 1
     }
 
+    /// Whether kernels of this rank are launched early; `asked`: what its caller wants. The blocks of an early kernel would take the place of another
+    /// rank's, for which the one before it waits.
+    pub(crate) fn early(&self, asked: Option<bool>) -> Result<bool> {
+        match asked {
+            Some(true) if self.sharing > 1 => {
+                let (ordinal, sharing) = (self.context.device().ordinal(), self.sharing);
+                let need = format!(
+                    "{sharing} ranks share device {ordinal}, whose early kernels would keep each other out; give each rank a device, or leave it out"
+                );
+                Err(Error::invalid("early_launch", true, need))
+            }
+            Some(asked) => Ok(asked),
+            None => Ok(EARLY_LAUNCH && self.sharing == 1),
+        }
+    }
+
     /// Multiprocessors that a kernel of this rank may use: what `most` says, and an equal share if ranks share the device, since
     /// all blocks of all their kernels must be resident at once.
     pub(crate) fn blocks(&self, most: Option<usize>) -> Result<usize> {
@@ -202,6 +219,19 @@ mod tests {
         assert_eq!(gpu(1).blocks(Some(2)).unwrap(), 2);
         let error = gpu(4).blocks(None).unwrap_err().to_string();
         assert!(error.starts_with("ranks on one device = 4: device 0 has 3 multiprocessors"), "{error}");
+    }
+
+    #[test]
+    fn ranks_that_share_a_device_do_not_launch_early() {
+        let emulator = Emulator::new(Config::new(1)).unwrap();
+        let context =
+            Cuda::with_driver(emulator.driver()).unwrap().device(0).unwrap().primary_context().unwrap();
+        let gpu = |sharing| Gpu { context: context.clone(), sharing, in_process: 1 };
+        assert_eq!(gpu(1).early(None).unwrap(), EARLY_LAUNCH);
+        assert!(gpu(1).early(Some(true)).unwrap() && !gpu(1).early(Some(false)).unwrap());
+        assert!(!gpu(2).early(None).unwrap() && !gpu(2).early(Some(false)).unwrap());
+        let error = gpu(2).early(Some(true)).unwrap_err().to_string();
+        assert!(error.starts_with("early_launch = true: 2 ranks share device 0"), "{error}");
     }
 
     #[test]

@@ -71,7 +71,7 @@ pub(crate) struct EngineOptions {
     /// device and `max_blocks` sees to it.
     pub(crate) cooperative: bool,
     /// Launch kernels while the one before them in the stream still runs (programmatic dependent launch). Only for a rank that has the device for
-    /// itself: the blocks of the next kernel would take the place of another rank's, for which this one waits.
+    /// itself (see [`Gpu::early`]).
     pub(crate) early: bool,
     /// What the warps of a combine do, if the formula's choice is not wanted.
     pub(crate) combine_roles: Option<CombineRoles>,

@@ -18,8 +18,8 @@ use super::pinned::free_all;
 
 const SUCCESS: CUresult = CUresult::CUDA_SUCCESS;
 
-/// What a launch does, given the kernel's parameter struct. It is done at once, whatever the stream waits for.
-type Kernel = Box<dyn FnMut(*const c_void)>;
+/// What a launch does, given how it is launched and the kernel's parameter struct. It is done at once, whatever the stream waits for.
+type Kernel = Box<dyn FnMut(&CUlaunchConfig, *const c_void)>;
 
 /// The driver of one test, on its thread only.
 pub(super) struct Recorder {
@@ -100,7 +100,7 @@ impl Recorder {
     }
 
     /// What kernels do from now on.
-    pub(super) fn on_launch(&self, kernel: impl FnMut(*const c_void) + 'static) {
+    pub(super) fn on_launch(&self, kernel: impl FnMut(&CUlaunchConfig, *const c_void) + 'static) {
         *self.layer.kernel.borrow_mut() = Some(Box::new(kernel));
     }
 }
@@ -161,7 +161,7 @@ mod instead {
     }
 
     pub(super) unsafe extern "C" fn launch(
-        _: *const CUlaunchConfig,
+        config: *const CUlaunchConfig,
         _: CUfunction,
         parameters: *mut *mut c_void,
         _: *mut *mut c_void,
@@ -169,7 +169,8 @@ mod instead {
         enter(Function::cuLaunchKernelEx, |layer| {
             if let Some(kernel) = &mut *layer.kernel.borrow_mut() {
                 // SAFETY: the caller's contract: there is one parameter.
-                kernel(unsafe { parameters.read() });
+                let (config, parameters) = unsafe { (&*config, parameters.read()) };
+                kernel(config, parameters);
             }
             SUCCESS
         })

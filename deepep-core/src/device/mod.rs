@@ -16,32 +16,39 @@
 //! # }
 //! ```
 
+mod read;
+
 use std::fmt;
 use std::time::Duration;
 
-use cuda_vmm::sys::{CUresult, CallError};
+use cuda_vmm::sys::{CUresult, CUstream, CallError, Driver};
 use cuda_vmm::{Context, Cuda, Device, Grant, Granularity, Properties, SegmentedRange};
+use once_cell::sync::OnceCell;
 
+pub use self::read::read;
 use crate::backend::cuda::{Stream, Uncaptured, call_failed, capable, until};
 use crate::error::{Error, Result};
-use crate::ops::require_device;
 use crate::tensor::{DType, Extent, Space, TensorMut, TensorRef};
 
 /// Sizes are multiples of this, which every device's granularity divides.
 const STEP: usize = 2 << 20;
 /// The longest that a copy takes.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Bytes that are copied at a time.
+const PIECE: usize = 32 << 20;
 
 /// Memory of one device.
 ///
 /// It is made with virtual memory management, so that neither making nor dropping it waits for kernels. Its size is rounded up to 2 MiB: one
 /// range for many tensors is better than many ranges.
 ///
-/// Copies have run when their call returns. They are not ordered with the operations of a buffer: wait for the event of the operation that uses
-/// the memory first.
+/// Copies have run when their call returns, or a minute has gone by. They are on a stream of the memory's own, and ordered with nothing else: wait for the
+/// event of the operation that uses the memory first. They don't wait for other work of the device, and streams may be captured meanwhile.
 #[doc(alias = "cuMemCreate")]
 pub struct DeviceMemory {
     context: Context,
+    /// Of its copies, if there are any.
+    stream: OnceCell<Stream>,
     range: SegmentedRange,
 }
 
@@ -59,7 +66,7 @@ impl DeviceMemory {
             .create(Properties::device(device.ordinal()), size)
             .grant(Grant::device(device.ordinal()))
             .build()?;
-        Ok(Self { context: device.primary_context()?, range })
+        Ok(Self { context: device.primary_context()?, stream: OnceCell::new(), range })
     }
 
     /// The device whose memory it is.
@@ -80,10 +87,18 @@ impl DeviceMemory {
     /// Writes bytes at an offset.
     ///
     /// # Errors
-    /// [`Vmm`](Error::Vmm) if they don't fit or the driver refuses.
+    /// [`Shape`](Error::Shape) if they don't fit, [`Vmm`](Error::Vmm) if the driver refuses, [`Invalid`](Error::Invalid) if they are not there after a minute.
     #[doc(alias = "cuMemcpyHtoDAsync")]
     pub fn write(&self, offset: usize, bytes: &[u8]) -> Result<()> {
-        Ok(self.context.upload(&self.range, offset, bytes)?)
+        let mut to = self.part(offset, bytes.len())?;
+        for piece in bytes.chunks(PIECE) {
+            self.copy(piece.to_vec(), "writing", piece.len(), |driver, from, stream| {
+                // SAFETY: the part lies inside the memory; `from` has as many bytes, and stays until the copy has run.
+                unsafe { driver.cuMemcpyHtoDAsync(to, from.as_ptr().cast(), piece.len(), stream) }
+            })?;
+            to += piece.len() as u64;
+        }
+        Ok(())
     }
 
     /// Reads bytes at an offset.
@@ -92,7 +107,17 @@ impl DeviceMemory {
     /// As [`write`](Self::write).
     #[doc(alias = "cuMemcpyDtoHAsync")]
     pub fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<()> {
-        Ok(self.context.download(&self.range, offset, bytes)?)
+        let mut from = self.part(offset, bytes.len())?;
+        for piece in bytes.chunks_mut(PIECE) {
+            let length = piece.len();
+            let read = self.copy(vec![0; length], "reading", length, |driver, to, stream| {
+                // SAFETY: the part lies inside the memory; `to` has as many bytes, and stays until the copy has run.
+                unsafe { driver.cuMemcpyDtoHAsync(to.as_mut_ptr().cast(), from, length, stream) }
+            })?;
+            piece.copy_from_slice(&read);
+            from += length as u64;
+        }
+        Ok(())
     }
 
     /// Sets bytes at an offset to one value.
@@ -101,7 +126,37 @@ impl DeviceMemory {
     /// As [`write`](Self::write).
     #[doc(alias = "cuMemsetD8Async")]
     pub fn fill(&self, offset: usize, length: usize, value: u8) -> Result<()> {
-        Ok(self.context.fill(&self.range, offset, length, value)?)
+        let at = self.part(offset, length)?;
+        if length == 0 {
+            return Ok(());
+        }
+        self.copy(Vec::new(), "setting", length, |driver, _, stream| {
+            // SAFETY: the part lies inside the memory.
+            unsafe { driver.cuMemsetD8Async(at, value, length, stream) }
+        })
+        .map(drop)
+    }
+
+    /// Where a part starts.
+    fn part(&self, offset: usize, length: usize) -> Result<u64> {
+        if offset.checked_add(length).is_some_and(|end| end <= self.bytes()) {
+            return Ok(self.address() + offset as u64);
+        }
+        let (got, expected) =
+            (format!("{length} bytes at {offset}"), format!("inside {} bytes", self.bytes()));
+        Err(Error::Shape { tensor: "bytes", got, expected })
+    }
+
+    /// As [`copied`], on this memory's stream.
+    fn copy(
+        &self,
+        bytes: Vec<u8>,
+        verb: &str,
+        length: usize,
+        enqueue: impl FnOnce(&Driver, &mut [u8], CUstream) -> Result<(), CallError>,
+    ) -> Result<Vec<u8>> {
+        let stream = self.stream.get_or_try_init(|| Stream::new(&self.context))?;
+        copied(&self.context, stream, bytes, &format!("{verb} {length} bytes of device memory"), enqueue)
     }
 
     /// A part as a matrix, row after row.
@@ -188,96 +243,21 @@ pub fn usable(cuda: &Cuda) -> Result<Vec<Device>> {
     capable(cuda)
 }
 
-/// The bytes of a view's elements, row after row, wherever it lies. What writes the view must have run.
-///
-/// Only elements are read, nothing that lies between them. Elements that follow each other, in rows or in columns, are read together.
-///
-/// # Errors
-/// [`Vmm`](Error::Vmm) if the driver refuses; [`OtherDevice`](Error::OtherDevice) for memory of another device than this.
-#[doc(alias = "cuMemcpyDtoHAsync")]
-pub fn read(device: &Device, view: TensorRef<'_>) -> Result<Vec<u8>> {
-    if view.bytes() == 0 {
-        return Ok(Vec::new());
-    }
-    require_device("view", &view, Some(device.ordinal()))?;
-    let pieces = Pieces::of(&view);
-    let bytes = match view.space() {
-        Space::Device => download(device, &view, pieces)?,
-        Space::Host => {
-            let mut bytes = Vec::with_capacity(view.bytes());
-            for address in pieces.addresses(&view) {
-                // SAFETY: the view promises that the CPU can read every element, for as long as the view is borrowed; a piece has nothing but
-                // elements.
-                bytes.extend_from_slice(unsafe {
-                    std::slice::from_raw_parts(address as *const u8, pieces.length)
-                });
-            }
-            bytes
-        }
-    };
-    Ok(if pieces.columns { transposed(&bytes, view.shape(), view.dtype().size()) } else { bytes })
-}
-
-/// Elements of a view that follow each other in memory without gaps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Pieces {
-    /// Bytes of a piece.
-    length: usize,
-    /// Number of pieces in each dimension, and the bytes from one to the next.
-    count: [usize; 2],
-    step: [isize; 2],
-    /// The pieces are columns, in order, and not rows or parts of them.
-    columns: bool,
-}
-
-impl Pieces {
-    fn of(view: &Extent) -> Self {
-        let ([rows, columns], size) = (view.shape(), view.dtype().size());
-        let step = view.strides().map(|stride| stride * size as isize);
-        let whole =
-            |length: usize, count: [usize; 2]| Self { length: length * size, count, step, columns: false };
-        if view.is_contiguous() {
-            whole(rows * columns, [1, 1])
-        } else if columns == 1 || view.strides()[1] == 1 {
-            whole(columns, [rows, 1])
-        } else if rows > 1 && view.strides()[0] == 1 {
-            Self { columns: true, ..whole(rows, [1, columns]) }
-        } else {
-            whole(1, [rows, columns])
-        }
-    }
-
-    fn addresses(self, view: &Extent) -> impl Iterator<Item = u64> {
-        let (start, [down, across]) = (view.address(), self.step);
-        (0..self.count[0] as isize).flat_map(move |row| {
-            (0..self.count[1] as isize)
-                .map(move |column| start.wrapping_add_signed((row * down + column * across) as i64))
-        })
-    }
-}
-
-/// Rows of a matrix that came column by column.
-fn transposed(bytes: &[u8], [rows, columns]: [usize; 2], size: usize) -> Vec<u8> {
-    let places = (0..rows).flat_map(|row| (0..columns).map(move |column| (column * rows + row) * size));
-    places.flat_map(|place| &bytes[place..place + size]).copied().collect()
-}
-
-fn download(device: &Device, view: &Extent, pieces: Pieces) -> Result<Vec<u8>> {
-    let length = view.bytes();
-    let context = device.primary_context()?;
-    let stream = Stream::new(&context)?;
+/// Enqueues copies from or into `bytes` and waits until they have run, at most for [`PATIENCE`]. Bytes that copies may still use then stay for good.
+fn copied(
+    context: &Context,
+    stream: &Stream,
+    mut bytes: Vec<u8>,
+    what: &str,
+    enqueue: impl FnOnce(&Driver, &mut [u8], CUstream) -> Result<(), CallError>,
+) -> Result<Vec<u8>> {
     let _bound = context.bind()?;
-    let driver = device.cuda().driver();
-    let failed = |source: CallError| call_failed(format!("reading {length} bytes of device memory"), source);
-    let mut bytes = vec![0_u8; length];
-    let enqueued =
-        pieces.addresses(view).zip(bytes.chunks_exact_mut(pieces.length)).try_for_each(|(from, to)| {
-            // SAFETY: the view that the caller has promises that its elements' memory is there, and a piece has nothing but elements; `to` has
-            // that length, and is kept until the copies have run, or for good.
-            unsafe { driver.cuMemcpyDtoHAsync(to.as_mut_ptr().cast(), from, to.len(), stream.raw()) }
-        });
-    let copied = until(PATIENCE, || {
-        let _uncaptured = Uncaptured::new(driver);
+    let driver = context.device().cuda().driver();
+    // None of this is part of a graph that somebody captures.
+    let _uncaptured = Uncaptured::new(driver);
+    let failed = |source: CallError| call_failed(what.to_owned(), source);
+    let enqueued = enqueue(driver, &mut bytes, stream.raw());
+    let ended = until(PATIENCE, || {
         // SAFETY: the stream is alive.
         match unsafe { driver.cuStreamQuery(stream.raw()) } {
             Ok(()) => Ok(Some(())),
@@ -285,15 +265,14 @@ fn download(device: &Device, view: &Extent, pieces: Pieces) -> Result<Vec<u8>> {
             Err(source) => Err(failed(source)),
         }
     });
-    if let Ok(Some(())) = copied {
+    if let Ok(Some(())) = ended {
         return enqueued.map(|()| bytes).map_err(failed);
     }
     // Copies may still be running.
     std::mem::forget(bytes);
     enqueued.map_err(failed)?;
-    copied?;
-    let need = format!("must be there within {PATIENCE:?}");
-    Err(Error::invalid("a copy from the device", format!("{length} bytes"), need))
+    ended?;
+    Err(Error::invalid("a copy", what, format!("must have run within {PATIENCE:?}")))
 }
 
 #[cfg(test)]
@@ -301,7 +280,7 @@ mod tests {
     use super::*;
     use cuda_vmm_emu::{Config, Emulator};
 
-    fn on_emulator(body: impl FnOnce(&Device)) {
+    pub(super) fn on_emulator(body: impl FnOnce(&Device)) {
         let emulator = Emulator::new(Config::h200x2()).unwrap();
         body(&Cuda::with_driver(emulator.driver()).unwrap().device(1).unwrap());
         emulator.assert_empty();
@@ -343,75 +322,48 @@ mod tests {
     }
 
     #[test]
-    fn views_of_host_memory_are_read_too() {
+    fn copies_wait_for_no_other_work() {
         on_emulator(|device| {
-            let data: Vec<i32> = (0..12).collect();
-            let columns = TensorRef::strided(&data, 4, 3, [1, 4]).unwrap();
-            let got = read(device, columns).unwrap();
-            assert_eq!(got[4..8], 4_i32.to_ne_bytes());
-            assert_eq!(read(device, TensorRef::matrix(&data, 3, 4).unwrap().first_rows(0)).unwrap(), []);
-        });
-    }
-
-    /// Between the elements there is no memory.
-    #[test]
-    fn nothing_between_elements_is_read() {
-        on_emulator(|device| {
-            let mut three = [0; 3].map(|_| DeviceMemory::new(device, STEP).unwrap());
-            three.sort_by_key(DeviceMemory::address);
-            let [low, between, high] = three;
-            drop(between);
-            low.write(0, &[1, 2, 3, 4]).unwrap();
-            high.write(0, &[5, 6, 7, 8]).unwrap();
-            let (address, far) = (low.address(), (high.address() - low.address()) as isize);
-            let views = [
-                (address, [2, 4], [far, 1], vec![1, 2, 3, 4, 5, 6, 7, 8]),
-                (address, [4, 2], [1, far], vec![1, 5, 2, 6, 3, 7, 4, 8]),
-                (address, [2, 2], [far, 2], vec![1, 3, 5, 7]),
-                (address, [2, 1], [far, 9], vec![1, 5]),
-                (high.address() + 3, [2, 2], [-far, -2], vec![8, 6, 4, 2]),
-                // One row twice.
-                (address, [2, 4], [0, 1], vec![1, 2, 3, 4, 1, 2, 3, 4]),
-            ];
-            for (address, shape, strides, expected) in views {
-                // SAFETY: every element lies in one of the memories; no operation gets the view.
-                let view = unsafe { TensorRef::from_raw(address, Space::Device, DType::U8, shape, strides) };
-                assert_eq!(read(device, view.unwrap()).unwrap(), expected, "{shape:?} {strides:?}");
-            }
-            // SAFETY: no operation gets the view, and only the emulator looks at it.
-            let hole =
-                unsafe { TensorRef::from_raw(address, Space::Device, DType::U8, [2, 2], [far / 2, 1]) };
-            assert!(matches!(read(device, hole.unwrap()), Err(Error::Vmm(_))));
-        });
-    }
-
-    #[test]
-    fn pieces_are_as_long_as_they_can_be() {
-        let data = [0_i32; 64];
-        let pieces = |rows, columns, strides| {
-            let pieces = Pieces::of(&TensorRef::strided(&data, rows, columns, strides).unwrap());
-            (pieces.length, pieces.count, pieces.columns)
-        };
-        assert_eq!(pieces(8, 8, [8, 1]), (256, [1, 1], false));
-        assert_eq!(pieces(4, 4, [8, 1]), (16, [4, 1], false));
-        assert_eq!(pieces(4, 8, [1, 8]), (16, [1, 8], true));
-        assert_eq!(pieces(4, 1, [8, 3]), (4, [4, 1], false));
-        assert_eq!(pieces(1, 4, [1, 2]), (4, [1, 4], false));
-        assert_eq!(pieces(4, 2, [8, 2]), (4, [4, 2], false));
-    }
-
-    #[test]
-    fn another_device_does_not_read() {
-        let emulator = Emulator::new(Config::h200x2()).unwrap();
-        {
-            let cuda = Cuda::with_driver(emulator.driver()).unwrap();
-            let memory = DeviceMemory::new(&cuda.device(1).unwrap(), 64).unwrap();
+            let (memory, gate) =
+                (DeviceMemory::new(device, 64).unwrap(), DeviceMemory::new(device, 4).unwrap());
+            gate.write(0, &[0; 4]).unwrap();
+            let context = device.primary_context().unwrap();
+            let _bound = context.bind().unwrap();
+            let driver = device.cuda().driver();
+            // SAFETY: the word lies in memory that outlives the wait. The stream is the device's default one, which waits for all streams that
+            // do not keep out of its order, and they for it.
+            unsafe { driver.cuStreamWaitValue32(std::ptr::null_mut(), gate.address(), 1, 0) }.unwrap();
+            memory.fill(0, 8, 7).unwrap();
+            memory.write(4, &[1, 2]).unwrap();
+            let mut got = [0; 8];
+            memory.read(0, &mut got).unwrap();
+            assert_eq!(got, [7, 7, 7, 7, 1, 2, 7, 7]);
             // SAFETY: no operation gets the view.
-            let view = unsafe { memory.view(0, DType::U8, [1, 64]).unwrap() };
-            let refused = read(&cuda.device(0).unwrap(), view).unwrap_err();
-            assert!(matches!(refused, Error::OtherDevice { got: 1, expected: 0, .. }), "{refused}");
-            assert_eq!(read(&cuda.device(1).unwrap(), view).unwrap().len(), 64);
-        }
-        emulator.assert_empty();
+            let view = unsafe { memory.view(0, DType::U8, [1, 8]).unwrap() };
+            assert_eq!(read(device, view).unwrap(), got);
+            // SAFETY: the null handle is the default stream.
+            let busy = unsafe { driver.cuStreamQuery(std::ptr::null_mut()) };
+            assert_eq!(busy.unwrap_err().status(), Some(CUresult::CUDA_ERROR_NOT_READY));
+            gate.write(0, &1_u32.to_ne_bytes()).unwrap();
+            // SAFETY: as above; what it waits for is there.
+            unsafe { driver.cuStreamSynchronize(std::ptr::null_mut()) }.unwrap();
+        });
+    }
+
+    #[test]
+    fn long_copies_go_piece_by_piece() {
+        on_emulator(|device| {
+            let memory = DeviceMemory::new(device, PIECE + 5).unwrap();
+            let bytes: Vec<u8> = (0..PIECE + 3).map(|i| (i % 251) as u8).collect();
+            memory.write(1, &bytes).unwrap();
+            let mut got = vec![0; bytes.len()];
+            memory.read(1, &mut got).unwrap();
+            assert!(got == bytes);
+            for (offset, length) in [(memory.bytes(), 1), (usize::MAX, 2)] {
+                let refused = memory.fill(offset, length, 0).unwrap_err();
+                assert!(matches!(refused, Error::Shape { tensor: "bytes", .. }), "{refused}");
+            }
+            memory.fill(memory.bytes(), 0, 0).unwrap();
+        });
     }
 }

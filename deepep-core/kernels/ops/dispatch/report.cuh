@@ -49,6 +49,8 @@ DEVICE void write_counts(const DispatchParams& p, u64 handle, u32 epoch, const R
     const u32 local = p.local_experts, tag = p.count_tag;
     const bool fits = received.over == RANKS;
     u64* host = (u64*)p.host_counts;
+    // Other blocks have written their records before they told this one of their tokens: the host is to see those first.
+    if (tag) arch::fence_sys();
     for (u32 j = threadIdx.x; j <= local; j += THREADS) {
         ((i32*)(handle + p.expert_start))[j] = fits ? start[j] : 0;
         if (j == local) break;

@@ -35,6 +35,8 @@ pub struct Run {
     pub timeout: Duration,
     /// Which processors.
     pub backend: BackendKind,
+    /// Launches kernels while the one before them still runs, else as the library chooses.
+    pub early_launch: bool,
     /// What [`Routes::Trace`] replays.
     pub trace: Option<Arc<Trace>>,
     /// For tests of this very program: what one rank does wrong.
@@ -115,6 +117,7 @@ impl Run {
         job.expanded = (setting.layout == Layout::Expanded).then_some(self.alignment);
         (job.exact, job.biases, job.timeout, job.backend) = (false, 0, self.timeout, self.backend);
         job.multiprocessors = setting.sms;
+        job.early_launch = self.early_launch.then_some(true);
         Ok(job)
     }
 

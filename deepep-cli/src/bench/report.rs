@@ -91,7 +91,7 @@ pub struct Times {
     pub end_to_end_us: Quantiles,
     /// The same median without what an empty kernel takes between two events.
     pub kernel_us: Option<f64>,
-    /// Host time of a call, on the slowest rank.
+    /// CPU time of the thread that makes a call, on the slowest rank.
     pub host_us: Option<Quantiles>,
     /// A call in a chain of calls, on the slowest rank.
     pub chained_us: Option<f64>,
@@ -116,7 +116,7 @@ pub struct Times {
 pub struct Samples {
     /// Each call alone, from event to event.
     pub single: Vec<f64>,
-    /// Host time of each call.
+    /// Mean CPU time of a call in each chain.
     pub host: Vec<f64>,
     /// Mean time of a call in each chain.
     pub chained: Vec<f64>,

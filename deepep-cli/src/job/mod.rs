@@ -75,6 +75,8 @@ pub struct Job {
     pub backend: BackendKind,
     /// Most multiprocessors that an operation may use; without it the library's choice.
     pub multiprocessors: Option<usize>,
+    /// Whether kernels are launched while the one before them still runs; without it the library's choice.
+    pub early_launch: Option<bool>,
 }
 
 impl Job {
@@ -99,6 +101,7 @@ impl Job {
             timeout: Duration::from_secs(60),
             backend: BackendKind::Auto,
             multiprocessors: None,
+            early_launch: None,
         }
     }
 
@@ -119,6 +122,7 @@ impl Job {
         config.timeout = self.timeout;
         config.backend = self.backend;
         config.multiprocessors = self.multiprocessors;
+        config.early_launch = self.early_launch;
         config
     }
 

@@ -109,6 +109,9 @@ pub(in super::super) struct Arguments {
     /// Tokens from which on L2 is emptied before each call
     #[arg(long, default_value_t = 512, value_name = "T")]
     flush_from: usize,
+    /// Launch kernels while the one before them in the stream still runs; only where each rank has a GPU for itself
+    #[arg(long)]
+    early_launch: bool,
     /// Leave out the ceilings
     #[arg(long)]
     no_ceilings: bool,
@@ -192,6 +195,9 @@ impl Arguments {
                 devices.usable()
             ));
         }
+        if self.early_launch {
+            notes.push("kernels are launched while the one before them in the stream still runs".into());
+        }
         let trace =
             self.trace.as_deref().map(|path| Trace::read(path, self.layer)).transpose()?.map(Arc::new);
         let selection = self.selection(cuda, trace.as_deref(), ranks, &mut notes)?;
@@ -206,6 +212,7 @@ impl Arguments {
             timeout: Duration::try_from_secs_f64(self.timeout)
                 .map_err(|e| format!("--timeout {}: {e}", self.timeout))?,
             backend: if cuda { BackendKind::Cuda } else { BackendKind::Host },
+            early_launch: self.early_launch,
             trace,
             fault: self.plant_fault.map(|rank| Fault { rank, late: self.plant_late }),
         };

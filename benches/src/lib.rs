@@ -2,5 +2,6 @@
 
 pub mod backend;
 pub mod nccl;
+pub mod quick;
 pub mod raw;
 pub mod watched;

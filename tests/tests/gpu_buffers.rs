@@ -248,3 +248,57 @@ fn dropping_a_buffer_waits_for_nobody() {
         }
     });
 }
+
+/// Dropping a buffer whose operations have run waits for nobody either: not for a kernel of another buffer on the same device that waits for the very rank that
+/// drops. Else that kernel would wait until its deadline.
+#[test]
+fn dropping_an_idle_buffer_does_not_wait_for_kernels_of_others() {
+    let Some(side) = Side::gpu("dropping_an_idle_buffer_does_not_wait_for_kernels_of_others") else { return };
+    const AT_MOST: Duration = Duration::from_millis(100);
+    on_threads(RANKS, LONG, |bootstrap| {
+        let rank = bootstrap.rank();
+        let shared = std::sync::Arc::new(bootstrap);
+        let build = || {
+            // Both ranks on one device.
+            let builder = ElasticBuffer::builder().max_tokens_per_rank(TOKENS).experts(EXPERTS).topk(TOPK);
+            let builder = builder.hidden(HIDDEN).timeout(side.patience()).device(0).backend(side.backend);
+            builder.build(shared.clone()).unwrap()
+        };
+        let (mut idle, mut busy) = (build(), build());
+        // It has a past: kernels, events, results, and what was copied.
+        let mut round = Round::new(&idle);
+        let got = idle.dispatch(DispatchArgs::new(round.x.view(), round.ids.view())).unwrap();
+        let sums = idle.combine(CombineArgs::new(got.x(), got.handle(), round.out.view_mut())).unwrap();
+        sums.wait(LONG).unwrap();
+        got.check().unwrap();
+        drop(got);
+        assert_eq!(round.out.read::<bf16>(&idle), expected(rank, 0));
+        shared.barrier().unwrap();
+        if rank == 1 {
+            let met = busy.barrier().unwrap();
+            // Long enough for the kernel to run, if it is to run at all.
+            std::thread::sleep(Duration::from_millis(200));
+            assert!(!met.is_complete().unwrap());
+            shared.barrier().unwrap();
+            // Here the other rank drops.
+            shared.barrier().unwrap();
+            assert!(!met.is_complete().unwrap(), "the kernel has not waited for the other rank");
+            shared.barrier().unwrap();
+            met.wait(LONG).unwrap();
+            drop(idle);
+        } else {
+            shared.barrier().unwrap();
+            let start = std::time::Instant::now();
+            drop(idle);
+            let buffer = start.elapsed();
+            // The last that knows of the buffer, and tensors.
+            drop((sums, round));
+            let all = start.elapsed();
+            assert!(buffer < AT_MOST && all < 2 * AT_MOST, "{buffer:?}, {all:?}");
+            shared.barrier().unwrap();
+            shared.barrier().unwrap();
+            busy.barrier().unwrap().wait(LONG).unwrap();
+        }
+        busy.close().unwrap();
+    });
+}

@@ -8,7 +8,7 @@ pub use combine::CombineArgs;
 pub use dispatch::DispatchArgs;
 pub(crate) use site::{Site, require_device};
 
-/// FNV-1a over 64-bit words, folded to 32 bits.
+/// Words mixed into one of 32 bits: the same on all ranks if and, almost surely, only if the words are.
 #[derive(Clone, Copy)]
 pub(crate) struct Digest(u64);
 
@@ -18,13 +18,36 @@ impl Digest {
     }
 
     pub(crate) fn add(mut self, value: usize) -> Self {
-        for byte in (value as u64).to_le_bytes() {
-            self.0 = (self.0 ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
-        }
+        // An odd factor carries every bit upwards, the shift brings it down again.
+        self.0 = (self.0 ^ value as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.0 ^= self.0 >> 32;
         self
     }
 
     pub(crate) fn finish(self) -> u32 {
-        (self.0 ^ (self.0 >> 32)) as u32
+        self.0 as u32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_bit_of_every_word_counts() {
+        let digest = |words: &[usize]| words.iter().copied().fold(Digest::new(), Digest::add).finish();
+        let words = [256, 8, 7168, 56, 0, 1, 0, 1, 4096, 4096, 1, 0];
+        let mut seen = std::collections::HashSet::from([digest(&words)]);
+        for at in 0..words.len() {
+            for bit in 0..usize::BITS {
+                let mut other = words;
+                other[at] ^= 1 << bit;
+                assert!(seen.insert(digest(&other)), "word {at}, bit {bit}");
+            }
+            // The order counts, too.
+            let mut other = words;
+            other.swap(at, (at + 3) % words.len());
+            assert!(other == words || seen.insert(digest(&other)), "words {at} and the third after it");
+        }
     }
 }

@@ -333,6 +333,8 @@ on_both_sides! {
             let (x, idx) = (good.x().first_rows(n), good.idx().first_rows(n));
             let got = buffer.dispatch(DispatchArgs::new(x, idx)).unwrap();
             assert_eq!(got.tokens(), 7);
+            // Counts come before the rows.
+            got.event().wait(LONG).unwrap();
             got.check().unwrap();
             drop(got);
             // The caller's own limit, on rows of the expanded layout.

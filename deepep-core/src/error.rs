@@ -14,7 +14,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Everything that can go wrong in this crate.
 ///
 /// Errors about arguments are found before anything is sent: the buffer and the other ranks are unaffected as long as this rank
-/// then makes a valid call. Errors about peers name the rank and the phase it was missing from.
+/// then makes a valid call. Expert ids are looked at later, and [`WrongIds`](Self::WrongIds) has a result. Errors about peers name the rank and the phase it was missing from.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -38,6 +38,8 @@ pub struct DispatchArgs<'a> {
 impl<'a> DispatchArgs<'a> {
     /// Sends row t of `x` (`[tokens, hidden]`, contiguous, rows of a multiple of 16 bytes) to the ranks that own the experts in row t of `topk_idx` (`i32` or `i64`
     /// `[tokens, topk]`, contiguous; −1 is none; experts of a row are distinct).
+    ///
+    /// An id that is no expert, or a row's second of an expert, counts as none and is an error: see [`WrongIds`](Error::WrongIds).
     pub fn new(x: TensorRef<'a>, topk_idx: TensorRef<'a>) -> Self {
         Self::with(x, Route::Fresh(topk_idx))
     }

@@ -91,14 +91,23 @@ impl CudaEvent {
 
     /// Whether the stream has come here. Says nothing about kernels that gave up. The context is current.
     pub(crate) fn reached(&self) -> Result<bool> {
+        self.require_direct()?;
+        let _relaxed = Uncaptured::new(self.driver());
+        self.query()
+    }
+
+    /// Checks that it is a point in a stream.
+    fn require_direct(&self) -> Result<()> {
         if self.captured {
             let need = "it is a point in the graph that was captured; wait for the graph";
             return Err(Error::invalid("event", "captured", need));
         }
-        let driver = self.driver();
-        let _relaxed = Uncaptured::new(driver);
+        Ok(())
+    }
+
+    fn query(&self) -> Result<bool> {
         // SAFETY: the event is alive and was recorded.
-        match unsafe { driver.cuEventQuery(self.raw) } {
+        match unsafe { self.driver().cuEventQuery(self.raw) } {
             Ok(()) => Ok(true),
             Err(error) if error.status() == Some(CUresult::CUDA_ERROR_NOT_READY) => Ok(false),
             Err(source) => Err(call_failed("waiting for an operation on the device".into(), source)),
@@ -113,8 +122,11 @@ impl CudaEvent {
 
     /// Blocks until the stream has come here.
     pub(crate) fn wait_reached(&self, what: &'static str, limit: Duration) -> Result<()> {
+        self.require_direct()?;
         let _bound = self.context.bind()?;
-        let reached = until(limit, || Ok(self.reached()?.then_some(())))?;
+        // One question a look: other threads of the process want to launch meanwhile.
+        let _relaxed = Uncaptured::new(self.driver());
+        let reached = until(limit, || Ok(self.query()?.then_some(())))?;
         let rank = self.reports.rank();
         reached.ok_or(Error::StillRunning { what, rank, waited: limit })
     }

@@ -13,7 +13,7 @@ use crate::tensor::{Extent, Space, TensorRef};
 /// Only elements are read, nothing that lies between them. Elements that follow each other, in rows or in columns, are read together.
 ///
 /// # Errors
-/// [`Vmm`](Error::Vmm) if the driver refuses; [`OtherDevice`](Error::OtherDevice) for memory of another device than this.
+/// [`Vmm`](crate::Error::Vmm) if the driver refuses; [`OtherDevice`](crate::Error::OtherDevice) for memory of another device than this.
 #[doc(alias = "cuMemcpyDtoHAsync")]
 pub fn read(device: &Device, view: TensorRef<'_>) -> Result<Vec<u8>> {
     if view.bytes() == 0 {

@@ -2,11 +2,13 @@
 
 use std::time::Duration;
 
+use cuda_vmm::Cuda;
 use deepep_cli::gpu::{Event, GpuError, Graph, PinnedWord, Stream};
 use deepep_core::bootstrap::Bootstrap;
 use deepep_core::tensor::{DType, TensorRef};
 use deepep_core::{CombineArgs, DispatchArgs, ElasticBuffer, Error, EventRef};
 use half::bf16;
+use integration_tests::gpu::skipped;
 use integration_tests::ranks::{LONG, on_threads};
 use integration_tests::sides::Side;
 use integration_tests::tensors::{Given, Tensors, read};
@@ -300,5 +302,40 @@ fn dropping_an_idle_buffer_does_not_wait_for_kernels_of_others() {
             busy.barrier().unwrap().wait(LONG).unwrap();
         }
         busy.close().unwrap();
+    });
+}
+
+/// Kernels that start while the one before them still runs give the same results; where ranks share a device they are refused, on every rank.
+#[test]
+fn kernels_start_early_where_a_rank_has_its_device_for_itself() {
+    let test = "kernels_start_early_where_a_rank_has_its_device_for_itself";
+    let Some(side) = Side::gpu(test) else { return };
+    let builder = || {
+        let builder = ElasticBuffer::builder().max_tokens_per_rank(TOKENS).experts(EXPERTS).topk(TOPK);
+        builder.hidden(HIDDEN).timeout(side.patience()).early_launch(true).backend(side.backend)
+    };
+    on_threads(RANKS, LONG, |bootstrap| {
+        let error = builder().device(0).build(bootstrap).unwrap_err();
+        assert!(matches!(error, Error::Invalid { parameter: "early_launch", .. }), "{error}");
+    });
+    if Cuda::get().unwrap().device_count() < RANKS as i32 {
+        return skipped(test, "a device for each rank, to launch early on");
+    }
+    on_threads(RANKS, LONG, |bootstrap| {
+        let rank = bootstrap.rank();
+        let mut buffer = builder().device(rank).build(bootstrap).unwrap();
+        let mut round = Round::new(&buffer);
+        for number in 1..=5 {
+            round.set(rank, number);
+            for _ in 0..10 {
+                let args = DispatchArgs::new(round.x.view(), round.ids.view()).without_counts();
+                let got = buffer.dispatch(args).unwrap();
+                let args = CombineArgs::new(got.x(), got.handle(), round.out.view_mut());
+                buffer.combine(args).unwrap();
+            }
+            buffer.synchronize(LONG).unwrap();
+            assert_eq!(round.out.read::<bf16>(&buffer), expected(rank, number), "round {number}");
+        }
+        buffer.close().unwrap();
     });
 }

@@ -126,11 +126,22 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_lacks_functions_is_an_error() {
+    fn a_stream_that_is_captured_already_is_an_error() {
         on_software(|context| {
             let stream = Stream::new(context).unwrap();
-            let error = Graph::capture(&stream, || Ok::<(), GpuError>(())).unwrap_err();
-            assert!(error.to_string().starts_with("starting to capture a stream"), "{error}");
+            let inner = || Graph::capture(&stream, || Ok::<(), GpuError>(())).map(drop);
+            let graph = Graph::capture(&stream, || {
+                let error = inner().unwrap_err();
+                assert!(error.to_string().starts_with("starting to capture a stream"), "{error}");
+                Ok::<(), GpuError>(())
+            });
+            drop(graph.unwrap());
+        });
+    }
+
+    #[test]
+    fn a_driver_that_runs_no_kernels_is_an_error() {
+        on_software(|context| {
             let error = Module::load(context, b"\x7fELF").unwrap_err();
             assert!(error.to_string().starts_with("loading 4 bytes of code"), "{error}");
         });

@@ -1,25 +1,49 @@
-//! A driver for tests of what calls ask of one: the one in software, which here takes kernels as well. They do nothing, or what a test says. Every
-//! call is noted, and any of them can be made to fail.
+//! A driver for tests of what calls ask of one: the one in software, with kernels that do nothing but what a test says. Every call is noted, and any of
+//! them can be made to fail.
 
 use std::cell::{Cell, RefCell};
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{CStr, c_void};
 use std::mem::transmute;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use cuda_vmm::Cuda;
 use cuda_vmm::sys::{
-    CUfunction, CUfunction_attribute, CUlaunchConfig, CUmodule, CUresult, CUstream, CUstreamCaptureStatus,
-    Driver, Function, for_each_function,
+    CUfunction, CUlaunchConfig, CUresult, CUstream, CUstreamCaptureStatus, Driver, Function,
+    for_each_function,
 };
-use cuda_vmm_emu::{Config, Emulator};
+use cuda_vmm_emu::{Config, Emulator, Kernel, Kernels, Launch, Module};
 
 use super::module::unload_all;
 use super::pinned::free_all;
 
-const SUCCESS: CUresult = CUresult::CUDA_SUCCESS;
+/// Every image, and every kernel of it: takes no time, and does nothing.
+struct Nothing;
+
+impl Kernels for Nothing {
+    unsafe fn load(&self, _: *const c_void) -> Result<Box<dyn Module>, CUresult> {
+        Ok(Box::new(Self))
+    }
+}
+
+impl Module for Nothing {
+    fn function(&self, _: &CStr) -> Option<Arc<dyn Kernel>> {
+        Some(Arc::new(Self))
+    }
+}
+
+impl Kernel for Nothing {
+    fn parameters(&self) -> &[usize] {
+        &[]
+    }
+
+    fn run(&self, _: &Launch) -> Result<(), CUresult> {
+        Ok(())
+    }
+}
 
 /// What a launch does, given how it is launched and the kernel's parameter struct. It is done at once, whatever the stream waits for.
-type Kernel = Box<dyn FnMut(&CUlaunchConfig, *const c_void)>;
+type Launched = Box<dyn FnMut(&CUlaunchConfig, *const c_void)>;
 
 /// The driver of one test, on its thread only.
 pub(super) struct Recorder {
@@ -33,8 +57,7 @@ struct Layer {
     /// Calls before the one that fails, and how it does.
     fails: Cell<Option<(usize, CUresult)>>,
     capture: Cell<CUstreamCaptureStatus>,
-    kernel: RefCell<Option<Kernel>>,
-    handles: Cell<usize>,
+    kernel: RefCell<Option<Launched>>,
 }
 
 thread_local! {
@@ -49,14 +72,13 @@ impl Recorder {
 
     /// The same for a test that leaves something behind: what, the emulator knows.
     pub(super) fn run_leaving(test: impl FnOnce(&Self, &Cuda)) -> Emulator {
-        let emulator = Emulator::new(Config::h200x2()).unwrap();
+        let emulator = Emulator::new(Config::h200x2().kernels(Arc::new(Nothing))).unwrap();
         let layer = Rc::new(Layer {
             below: emulator.driver(),
             calls: RefCell::default(),
             fails: Cell::default(),
             capture: Cell::new(CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE),
             kernel: RefCell::default(),
-            handles: Cell::new(0x1000),
         });
         LAYER.set(Some(layer.clone()));
         let recorder = Self { layer };
@@ -105,12 +127,6 @@ impl Recorder {
     }
 }
 
-impl Layer {
-    fn handle<T>(&self) -> *mut T {
-        self.handles.replace(self.handles.get() + 0x10) as *mut T
-    }
-}
-
 /// One call.
 fn enter(function: Function, body: impl FnOnce(&Layer) -> CUresult) -> CUresult {
     let Some(layer) = LAYER.try_with(|layer| layer.borrow().clone()).ok().flatten() else {
@@ -132,39 +148,11 @@ fn enter(function: Function, body: impl FnOnce(&Layer) -> CUresult) -> CUresult 
 mod instead {
     use super::*;
 
-    pub(super) unsafe extern "C" fn load(module: *mut CUmodule, _: *const c_void) -> CUresult {
-        enter(Function::cuModuleLoadData, |layer| {
-            // SAFETY: the caller's contract.
-            unsafe { module.write(layer.handle()) };
-            SUCCESS
-        })
-    }
-
-    pub(super) unsafe extern "C" fn unload(_: CUmodule) -> CUresult {
-        enter(Function::cuModuleUnload, |_| SUCCESS)
-    }
-
-    pub(super) unsafe extern "C" fn function(
-        function: *mut CUfunction,
-        _: CUmodule,
-        _: *const c_char,
-    ) -> CUresult {
-        enter(Function::cuModuleGetFunction, |layer| {
-            // SAFETY: the caller's contract.
-            unsafe { function.write(layer.handle()) };
-            SUCCESS
-        })
-    }
-
-    pub(super) unsafe extern "C" fn attribute(_: CUfunction, _: CUfunction_attribute, _: c_int) -> CUresult {
-        enter(Function::cuFuncSetAttribute, |_| SUCCESS)
-    }
-
     pub(super) unsafe extern "C" fn launch(
         config: *const CUlaunchConfig,
-        _: CUfunction,
+        function: CUfunction,
         parameters: *mut *mut c_void,
-        _: *mut *mut c_void,
+        extra: *mut *mut c_void,
     ) -> CUresult {
         enter(Function::cuLaunchKernelEx, |layer| {
             if let Some(kernel) = &mut *layer.kernel.borrow_mut() {
@@ -172,7 +160,11 @@ mod instead {
                 let (config, parameters) = unsafe { (&*config, parameters.read()) };
                 kernel(config, parameters);
             }
-            SUCCESS
+            // SAFETY: the caller's contract.
+            match unsafe { layer.below.cuLaunchKernelEx(config, function, parameters, extra) } {
+                Ok(()) => CUresult::CUDA_SUCCESS,
+                Err(error) => error.status().unwrap_or(CUresult::CUDA_ERROR_NOT_FOUND),
+            }
         })
     }
 
@@ -183,7 +175,7 @@ mod instead {
         enter(Function::cuStreamIsCapturing, |layer| {
             // SAFETY: the caller's contract.
             unsafe { status.write(layer.capture.get()) };
-            SUCCESS
+            CUresult::CUDA_SUCCESS
         })
     }
 }
@@ -217,10 +209,6 @@ macro_rules! shims {
         #[allow(unreachable_patterns)] // What is done instead comes first.
         fn address(function: Function) -> *const c_void {
             match function {
-                Function::cuModuleLoadData => instead::load as *const c_void,
-                Function::cuModuleUnload => instead::unload as *const c_void,
-                Function::cuModuleGetFunction => instead::function as *const c_void,
-                Function::cuFuncSetAttribute => instead::attribute as *const c_void,
                 Function::cuLaunchKernelEx => instead::launch as *const c_void,
                 Function::cuStreamIsCapturing => instead::is_capturing as *const c_void,
                 $(Function::$method => below::$method as *const c_void,)*

@@ -7,6 +7,9 @@ mod collective;
 #[path = "../src/jit/params.rs"]
 mod params;
 #[allow(dead_code)]
+#[path = "../src/jit/sizes.rs"]
+mod sizes;
+#[allow(dead_code)]
 #[path = "../src/jit/source.rs"]
 mod source;
 

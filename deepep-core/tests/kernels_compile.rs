@@ -2,7 +2,10 @@
 
 use std::io::Write as _;
 
-use deepep_core::jit::{Arch, Cache, Collective, CollectiveKind, Compiler, Element, JitError, Program, Way};
+use deepep_core::jit::{
+    Arch, Cache, Collective, CollectiveKind, Compiler, Element, JitError, PacketSizes, Program, Way,
+};
+use deepep_core::layout::{IndexWidth, Placement};
 
 fn compiler() -> Option<Compiler> {
     match Compiler::find(None) {
@@ -16,6 +19,23 @@ fn compiler() -> Option<Compiler> {
     }
 }
 
+/// Kernels of small batches for certain sizes: those of a decode step with FP8 and BF16 rows, and smallest and odd ones.
+fn for_sizes(ranks: usize) -> Vec<Program> {
+    let mut all = Vec::new();
+    for placement in [Placement::Plain, Placement::Expanded] {
+        for (max_tokens, topk, experts, row_bytes, scale_packs) in
+            [(128, 8, 256, 7168, 56), (32, 8, 256, 14336, 0), (1, 1, 8, 16, 0), (65, 17, 104, 2064, 5)]
+        {
+            let sizes = PacketSizes { max_tokens, topk, experts, row_bytes, scale_packs };
+            let index = IndexWidth::Bits64;
+            all.push(Program::PacketDispatch { ranks, placement, index, sizes: Some(sizes) });
+            let sizes = PacketSizes { scale_packs: 0, ..sizes };
+            all.push(Program::PacketCombine { ranks, placement, sizes: Some(sizes) });
+        }
+    }
+    all
+}
+
 #[test]
 fn all_kernels_compile_without_local_memory() {
     let Some(compiler) = compiler() else { return };
@@ -24,6 +44,7 @@ fn all_kernels_compile_without_local_memory() {
     let only = std::env::var("DEEPEP_TEST_KERNELS").unwrap_or_default();
     for arch in [Arch::new(9, 0), Arch::new(10, 0)] {
         let programs = [1, 2, 8].into_iter().flat_map(Program::all);
+        let programs = programs.chain([1, 2, 8].into_iter().flat_map(for_sizes));
         for program in programs.filter(|p| format!("{p:?}").contains(&only)) {
             let cubin = compiler.compile(program, arch).unwrap_or_else(|e| panic!("{e}"));
             assert_eq!(&cubin.image()[..4], b"\x7fELF");

@@ -14,9 +14,10 @@ struct Begun {
 
     DEVICE u64* cell(u32 r, u32 from, u32 of) const { return cell64(d, r, cells + (u64)((of & 1) * RANKS + from) * CELL_LINE); }
     // By the first R threads of a block.
-    DEVICE void tell() const {
-        if (threadIdx.x < RANKS && threadIdx.x != d.rank)
-            arch::st_release_sys(cell(threadIdx.x, d.rank, epoch), pack_cell(epoch, digest));
+    DEVICE void tell() const { tell(threadIdx.x); }
+    // By a thread for rank r, if there is one.
+    DEVICE void tell(u32 r) const {
+        if (r < RANKS && r != d.rank) arch::st_release_sys(cell(r, d.rank, epoch), pack_cell(epoch, digest));
     }
     // Rank r's kernel of epoch `of` has started. By one thread.
     DEVICE bool wait(u32 r, u32 of, u64& word) const {

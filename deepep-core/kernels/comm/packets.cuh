@@ -5,104 +5,130 @@
 // Who waits: whoever needs the bytes, for every packet of them.
 // Why a set is not overwritten early: before it writes in epoch e a rank has acquired `begun` ≥ e − 1 of the receiver, whose kernel e − 2, the last
 //   reader of the set, has therefore ended.
-// Why no old tag passes: tags repeat after 65535 epochs, and every call zeroes one slot of each peer in the set that it has read, in turn: a slot that is
+// Why no old tag passes: tags repeat after 65535 epochs, and every call zeroes one slot of each rank in the set that it has read, in turn: a slot that is
 //   not used is zeroed within 2 · max_tokens epochs.
 #pragma once
 #include "arch/packet.cuh"
 #include "comm/begun.cuh"
 #include "common/warp.cuh"
 
-// What a lane makes packets of: seven words of eight bytes of a row, GROUPS words apart.
-constexpr u32 GROUP_WORDS = GROUP_BYTES / 8;
-static_assert(GROUP_WORDS == 7 && GROUP_PACKETS == 4 && PACKET_BYTES == sizeof(Vec16), "packets are made of 56 bytes");
+DEVICE u32 packet_tag(u32 epoch) { return (1 + epoch % 65535u) << 16; }
 
-struct Group {
-    u64 v[GROUP_WORDS];
+// What a lane makes N packets of: 14 · N bytes of a row, N even; 3 · N words fill the packets, N / 2 words are split among two of them each.
+template <u32 N>
+struct Pieces {
+    u32 w[7 * N / 2];
+
+    DEVICE Vec16 packet(u32 k, u32 tag) const {
+        const u32 rest = w[3 * N + k / 2];
+        return {w[3 * k], w[3 * k + 1], w[3 * k + 2], (k & 1 ? rest >> 16 : rest & 0xffffu) | tag};
+    }
+    DEVICE void take(const Vec16 (&p)[N]) {
+#pragma unroll
+        for (u32 k = 0; k < N; k++) {
+            w[3 * k] = p[k].x;
+            w[3 * k + 1] = p[k].y;
+            w[3 * k + 2] = p[k].z;
+        }
+#pragma unroll
+        for (u32 k = 0; k < N; k += 2) w[3 * N + k / 2] = (p[k].w & 0xffffu) | p[k + 1].w << 16;
+    }
 };
 
-DEVICE u32 packet_tag(u32 epoch) { return (1 + epoch % 65535u) << 16; }
+// What every warp learns first, all of it on the way at once: the kernel's epoch, and whether some rank gave up.
+struct First {
+    u32 count;
+    u64 abort;
+
+    DEVICE First(const Domain& d, u32 kind)
+        : count(arch::ld_received(packet_counter(d, kind, blockIdx.x))), abort(arch::ld_relaxed_sys(cell64(d, d.rank, d.abort))) {}
+    DEVICE u32 epoch() const { return count + 1; }
+    DEVICE bool broken() const { return abort != 0; }
+};
+
+// The words in which peers have told that their kernels have started, as one warp sees them: those of both parities, since the epoch is not known
+// yet. What was loaded before is on its way meanwhile.
+struct Permission {
+    u64 word = 0;
+
+    DEVICE static u32 peer() { return threadIdx.x % MAX_RANKS; }
+    DEVICE static u32 parity() { return threadIdx.x % 32 / MAX_RANKS; }
+    DEVICE static bool asks(const Domain& d) { return peer() < RANKS && peer() != d.rank && parity() < 2; }
+
+    DEVICE void ask(const Begun& begun) {
+        if (asks(begun.d)) word = arch::ld_acquire_sys(begun.cell(begun.d.rank, peer(), parity()));
+    }
+    // Waits until the slots of `begun.epoch` may be written at every peer. False if a peer does not come. Whole warp.
+    DEVICE bool wait(const Begun& begun) {
+        const u32 of = begun.epoch - 1;
+        const bool mine = asks(begun.d) && parity() == (of & 1);
+        bool ok = true;
+        if (mine && (i32)(cell_epoch(word) - of) < 0) ok = begun.wait(peer(), of, word);
+        ok = warp::all(ok);
+        // Other lanes write, after what these have acquired.
+        warp::sync();
+        return ok;
+    }
+};
 
 struct Packets {
     const Domain& d;
     const PacketArea& area;
     u32 epoch, tag, me;
 
-    DEVICE Packets(const Domain& domain, const PacketArea& packets, u32 now)
-        : d(domain), area(packets), epoch(now), tag(packet_tag(now)), me(domain.rank) {}
+    DEVICE Packets(const Domain& domain, const PacketArea& packets) : d(domain), area(packets), epoch(0), tag(0), me(domain.rank) {}
+    DEVICE void open(u32 now) {
+        epoch = now;
+        tag = packet_tag(now);
+    }
 
     DEVICE u32 parity() const { return epoch & 1; }
     DEVICE Begun begun(u32 kind, u32 operation, u32 call) const {
         return {d, area.begun + (u64)kind * 2 * RANKS * CELL_LINE, operation, epoch, call};
     }
-    // Slot of a token of rank `from` at rank r.
-    DEVICE Vec16* slot(u64 part, u64 stride, u32 r, u32 from, u32 token) const {
-        const u64 peer = from < r ? from : from - 1;
-        return (Vec16*)(d.heap[r] + part + ((parity() * (RANKS - 1) + peer) * area.max_tokens + token) * stride);
+    // Place of a token of one of `slots` senders at rank r.
+    DEVICE u8* slot(u64 part, u64 stride, u32 r, u32 slots, u32 number, u32 token) const {
+        return (u8*)(d.heap[r] + part + ((parity() * slots + number) * area.max_tokens + token) * stride);
     }
-    DEVICE Vec16* row(u32 r, u32 from, u32 token) const { return slot(area.rows, area.row_stride, r, from, token); }
-    DEVICE Vec16* back(u32 r, u32 from, u32 token) const { return slot(area.back, area.back_stride, r, from, token); }
+    // Own rows go the same way as others.
+    DEVICE Vec16* row(u32 r, u32 from, u32 token) const { return (Vec16*)slot(area.rows, area.row_stride, r, RANKS, from, token); }
+    DEVICE Vec16* lanes(u32 r, u32 from, u32 token) const { return (Vec16*)slot(area.lanes, area.lane_stride, r, RANKS, from, token); }
+    DEVICE u32 peer(u32 r, u32 from) const { return from < r ? from : from - 1; }
+    DEVICE Vec16* back(u32 r, u32 from, u32 token) const {
+        return (Vec16*)slot(area.back, area.back_stride, r, RANKS - 1, peer(r, from), token);
+    }
     DEVICE Vec16* back_weights(u32 r, u32 from, u32 token) const {
-        return slot(area.back_weights, area.back_weight_stride, r, from, token);
+        return (Vec16*)slot(area.back_weights, area.back_weight_stride, r, RANKS - 1, peer(r, from), token);
     }
     DEVICE Vec16* head(u32 r, u32 from) const { return (Vec16*)(d.heap[r] + area.heads + (u64)(parity() * RANKS + from) * CELL_LINE); }
-    DEVICE Vec16* lanes(u32 r, u32 from, u32 token) const {
-        return (Vec16*)(d.heap[r] + area.lanes + ((u64)(parity() * RANKS + from) * area.max_tokens + token) * area.lane_stride);
-    }
 
-    // By one warp: the peers' slots may be written.
-    DEVICE bool may_write(const Begun& begun) const {
-        const u32 r = threadIdx.x % 32;
-        bool ok = true;
-        u64 word;
-        if (r < RANKS && r != me) ok = begun.wait(r, epoch - 1, word);
-        ok = warp::all(ok);
-        // Other lanes write, after what this one has acquired.
-        warp::sync();
-        return ok;
+    // Packet k of piece g lies at k · groups + g.
+    template <u32 N>
+    DEVICE void send(Vec16* to, u32 groups, u32 g, const Pieces<N>& pieces) const {
+#pragma unroll
+        for (u32 k = 0; k < N; k++) arch::st_packet(to + k * groups + g, pieces.packet(k, tag));
     }
-
-    DEVICE void send(Vec16* to, u32 groups, u32 g, const Group& group) const {
-        u32 w[2 * GROUP_WORDS];
+    template <u32 N>
+    DEVICE void load(const Vec16* from, u32 groups, u32 g, Vec16 (&p)[N]) const {
 #pragma unroll
-        for (u32 i = 0; i < GROUP_WORDS; i++) {
-            w[2 * i] = (u32)group.v[i];
-            w[2 * i + 1] = (u32)(group.v[i] >> 32);
-        }
-#pragma unroll
-        for (u32 k = 0; k < GROUP_PACKETS; k++) {
-            const u32 half = k & 1 ? w[12 + k / 2] >> 16 : w[12 + k / 2] & 0xffffu;
-            arch::st_packet(to + k * groups + g, {w[3 * k], w[3 * k + 1], w[3 * k + 2], half | tag});
-        }
+        for (u32 k = 0; k < N; k++) p[k] = arch::ld_packet(from + k * groups + g);
     }
-    DEVICE void load(const Vec16* from, u32 groups, u32 g, Vec16 (&p)[GROUP_PACKETS]) const {
+    template <u32 N>
+    DEVICE bool there(const Vec16 (&p)[N]) const {
+        u32 other = 0;
 #pragma unroll
-        for (u32 k = 0; k < GROUP_PACKETS; k++) p[k] = arch::ld_packet(from + k * groups + g);
+        for (u32 k = 0; k < N; k++) other |= (p[k].w ^ tag) & 0xffff0000u;
+        return other == 0;
     }
     // Waits for packets of which `p` is a first look.
-    DEVICE bool receive(const Vec16* from, u32 groups, u32 g, Vec16 (&p)[GROUP_PACKETS], const Place& at, Group& group) const {
-        const bool ok = wait_until(d, at, tag >> 16, [&](u64& seen) {
-            bool all = true;
-#pragma unroll
-            for (u32 k = 0; k < GROUP_PACKETS; k++)
-                if ((p[k].w & 0xffff0000u) != tag) {
-                    all = false;
-                    seen = p[k].w >> 16;
-                }
-            if (!all) load(from, groups, g, p);
-            return all;
+    template <u32 N>
+    DEVICE bool receive(const Vec16* from, u32 groups, u32 g, Vec16 (&p)[N], const Place& at) const {
+        return wait_until(d, at, tag >> 16, [&](u64& seen) {
+            if (there(p)) return true;
+            seen = p[0].w >> 16;
+            load(from, groups, g, p);
+            return false;
         });
-        u32 w[2 * GROUP_WORDS];
-#pragma unroll
-        for (u32 k = 0; k < GROUP_PACKETS; k++) {
-            w[3 * k] = p[k].x;
-            w[3 * k + 1] = p[k].y;
-            w[3 * k + 2] = p[k].z;
-        }
-        w[12] = (p[0].w & 0xffffu) | p[1].w << 16;
-        w[13] = (p[2].w & 0xffffu) | p[3].w << 16;
-#pragma unroll
-        for (u32 i = 0; i < GROUP_WORDS; i++) group.v[i] = (u64)w[2 * i + 1] << 32 | w[2 * i];
-        return ok;
     }
     // A packet of three words.
     DEVICE void send(Vec16* to, u32 x, u32 y, u32 z) const { arch::st_packet(to, {x, y, z, epoch}); }
@@ -115,8 +141,9 @@ struct Packets {
     }
     // The token whose slots this call zeroes.
     DEVICE u32 scrubbed() const { return (epoch >> 1) % area.max_tokens; }
-    // By all threads of the block that has read them.
-    DEVICE void scrub(Vec16* slot, u64 stride) const {
-        for (u32 i = threadIdx.x; i < stride / 16; i += THREADS) arch::st_packet(slot + i, {0, 0, 0, 0});
+    // By the warp that has read piece g of each lane, part `part` of `parts` of a row: what it has read, and its share of what rows of this size leave.
+    DEVICE void scrub(Vec16* slot, u64 stride, u32 packets, u32 groups, u32 g, u32 part, u32 parts) const {
+        for (u32 k = 0; k < packets && g < groups; k++) arch::st_packet(slot + k * groups + g, {0, 0, 0, 0});
+        for (u32 i = packets * groups + part * 32 + threadIdx.x % 32; i < stride / 16; i += parts * 32) arch::st_packet(slot + i, {0, 0, 0, 0});
     }
 };

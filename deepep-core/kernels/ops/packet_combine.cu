@@ -3,25 +3,37 @@
 // Who writes: for each token that it has received from a peer a rank sums its rows and writes the sum in packets (comm/packets.cuh) to the peer,
 //   and the weights of its lanes. Who waits: senders for `begun`; the warps that sum a token for its packets. Half of the warps send,
 //   the others sum; nobody waits for those.
+// What costs time is one thing after the other: epoch, permission and the numbers of the first rows are read at once.
 #include "arch/launch.cuh"
 #include "ops/packets/back.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_packet_combine(const __grid_constant__ PacketCombineParams q) {
+// At most half of the registers of a multiprocessor: the next kernel starts early beside this one.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) deepep_packet_combine(const __grid_constant__ PacketCombineParams q) {
     arch::launch_dependents();
     arch::wait_for_predecessor();
-    const Back b(q, *packet_counter(q.call.domain, PACKETS_COMBINE, blockIdx.x) + 1);
-    // With one rank all warps sum.
-    constexpr u32 SENDERS = RANKS > 1 ? WARPS / 2 : 0;
-    if (!__syncthreads_or(threadIdx.x == 0 && broken(b.d, OPERATION_COMBINE, b.packets.epoch))) {
-        if (blockIdx.x == 0) b.begun().tell();
-        if (b.warp < SENDERS) {
-            send_back(b, b.warp, SENDERS);
-            if (blockIdx.x == 0 && b.warp == 0) b.begun().compare_all();
-        } else {
-            reduce_back(b, b.warp - SENDERS, WARPS - SENDERS);
+    Back b(q);
+    const First first(b.d, PACKETS_COMBINE);
+    const bool sends = b.warp < SENDERS;
+    const u32 role = sends ? b.warp : b.warp - SENDERS;
+    Returned returned(b);
+    Result result(b);
+    Permission permission;
+    bool ok = true;
+#pragma unroll 1
+    for (Item item(role, sends ? SENDERS : REDUCERS);; item.next()) {
+        if (sends) returned.load(item);
+        else result.load(item);
+        if (item.first()) {
+            permission.ask(b.begun());
+            b.packets.open(first.epoch());
+            // Every warp has read the epoch.
+            ok = !__syncthreads_or(first.broken());
+            store_epoch(packet_counter(b.d, PACKETS_COMBINE, 0), b.packets.epoch);
+            if (!ok && threadIdx.x == 0) give_up(b.d, {OPERATION_COMBINE, 0, b.packets.epoch, b.me, 0}, false, 0, 0, 0);
+            if (ok && b.clerk() && b.warp == WARPS - 1) b.begun().tell(b.lane);
         }
-        __syncthreads();
-        scrub_back(b);
+        if (!ok || !(sends ? returned.some : result.some)) break;
+        ok = sends ? returned.send(permission) : result.finish();
     }
-    store_epoch(packet_counter(b.d, PACKETS_COMBINE, 0), b.packets.epoch);
+    if (SENDERS && ok && b.clerk() && b.warp == 0) b.begun().compare_all();
 }

@@ -1,41 +1,66 @@
 // Dispatch of a small batch, in one kernel without a barrier between the ranks. The protocol is docs/protocol.md, section 8.
 //
-// Who writes: for each of its tokens a rank writes ids and weights to every rank, itself included, and the row to every other rank that needs it; all in
+// Who writes: for each of its tokens a rank writes ids and weights to every rank, itself included, and the row to every rank that needs it; all in
 //   packets (comm/packets.cuh). From the ids of all tokens every block knows every position. Results and tables are written by
 //   their owner only.
 // Who waits: senders for `begun`; every block for the ids of all tokens; the warps that place a row for its packets. Nothing is
 //   sent after a wait for anything but `begun`, so that ranks can't block each other. All blocks are resident at once.
+// What costs time is one thing after the other. So a warp has all that it reads on its way before it looks at any of it: epoch, rows and ids,
+//   the permission to write; and while it waits for ids it looks for the row, too.
 #include "arch/launch.cuh"
 #include "ops/packets/place.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_packet_dispatch(const __grid_constant__ PacketDispatchParams q) {
+// At most half of the registers of a multiprocessor: the next kernel starts early beside this one.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) deepep_packet_dispatch(const __grid_constant__ PacketDispatchParams q) {
     extern __shared__ __align__(128) u8 shared[];
     arch::launch_dependents();
     arch::wait_for_predecessor();
-    u32* counter = packet_counter(q.call.domain, PACKETS_DISPATCH, blockIdx.x);
-    Block b(q, shared, *counter + 1);
-
-    for (u32 i = threadIdx.x; i < q.maps; i += THREADS) b.to_rank[i] = 0;
-    for (u32 i = threadIdx.x; i < b.p.local_experts; i += THREADS) b.counts[i] = 0;
-    if (threadIdx.x == 0) {
-        b.control.failed = broken(b.d, OPERATION_DISPATCH, b.packets.epoch);
-        b.control.over = RANKS;
+    Block b(q, shared);
+    const First first(b.d, PACKETS_DISPATCH);
+    const bool clerk = b.clerk();
+    bool ok = true;
+    Outgoing out(b);
+#pragma unroll 1
+    for (u32 item = b.warp;; item += WARPS) {
+        out.load(item);
+        if (item < WARPS) {
+            Permission permission;
+            permission.ask(b.begun());
+            b.clear();
+            __syncthreads();
+            b.packets.open(first.epoch());
+            ok = !first.broken();
+            if (!ok && b.lane == 0) give_up(b.d, {OPERATION_DISPATCH, 0, b.packets.epoch, b.me, 0}, false, 0, 0, 0);
+            const bool head = clerk && b.warp == WARPS - 1;
+            if (ok && clerk && b.warp == WARPS - 2) b.begun().tell(b.lane);
+            if (ok && (out.some || head)) ok = permission.wait(b.begun());
+            if (ok && head) send_head(b);
+        }
+        if (!ok || !out.some) break;
+        out.send();
     }
-    __syncthreads();
-    if (!b.control.failed) {
-        if (blockIdx.x == 0) b.begun().tell();
-        send(b);
-        read_lanes(b);
-        __syncthreads();
-        count(b);
+    Incoming in(b);
+#pragma unroll 1
+    for (u32 item = b.warp;; item += WARPS) {
+        in.set(item);
+        if (item >= WARPS) {
+            in.look();
+        } else {
+            if (ok) ok = read_lanes(b, in);
+            // Ids may have been there before the row.
+            in.look();
+            ok = __syncthreads_and(ok);
+            if (ok) {
+                if (EXPANDED || clerk) count(b);
+                if (b.limited()) check_capacity(b);
+                if (clerk || (EXPANDED && b.p.zero_padding)) finish_starts(b);
+                if (clerk && !b.cached()) write_counts(b);
+            }
+        }
+        if (!ok || !in.some) break;
+        ok = place(b, in);
     }
-    if (!b.control.failed) {
-        if (blockIdx.x == 0 && !b.cached()) write_counts(b);
-        place_rows(b);
-        if (EXPANDED && b.p.zero_padding && b.control.over == RANKS)
-            zero_gaps(b.p, b.output, b.start, b.counts, b.lane, blockIdx.x * WARPS + b.warp, gridDim.x * WARPS);
-    }
-    __syncthreads();
-    if (!b.control.failed) scrub(b);
+    if (EXPANDED && ok && b.p.zero_padding && b.control.over == RANKS)
+        zero_gaps(b.p, b.output, b.start, b.counts, b.lane, blockIdx.x * WARPS + b.warp, gridDim.x * WARPS);
     store_epoch(packet_counter(b.d, PACKETS_DISPATCH, 0), b.packets.epoch);
 }

@@ -27,6 +27,7 @@ mod on_cpu_tests;
 pub(crate) mod params;
 mod resources;
 mod search;
+mod sizes;
 mod source;
 mod supply;
 
@@ -37,10 +38,11 @@ pub use embedded::Embedded;
 pub use error::JitError;
 pub use nvrtc::NVRTC_ENV;
 pub use resources::Resources;
+pub use sizes::PacketSizes;
 pub use source::Program;
 pub(crate) use source::{
-    BARRIER_THREADS, COMBINE_CONTROL_BYTES, DISPATCH_CONTROL_BYTES, PACKET_CONTROL_BYTES, PIECE_BYTES,
-    SUM_THREADS, THREADS,
+    BARRIER_THREADS, COMBINE_CONTROL_BYTES, DISPATCH_CONTROL_BYTES, PACKET_COMBINE_THREADS,
+    PACKET_CONTROL_BYTES, PACKET_DISPATCH_THREADS, PIECE_BYTES, SUM_THREADS, THREADS,
 };
 #[cfg(test)]
 pub(crate) use supply::Alter;

@@ -203,17 +203,20 @@ device_struct! {
         area: PacketArea,
         /// Pieces of a row with its scales.
         groups: u32,
-        /// Words of a bit map, and of all maps.
+        /// Words of a bit map.
         words: u32,
-        maps: u32,
+        /// ⌊2³² / blocks⌋ + 1, to divide by the number of blocks; 0 for one block.
+        per_block: u32,
         /// There are maps for the experts of all ranks.
         all_experts: u32,
         /// Some rank's capacity may be exceeded.
         limited: u32,
         /// Offsets in the block's shared memory.
+        of_expert: u32,
         start: u32,
         counts: u32,
         ids: u32,
+        reserved: u32,
     }
 }
 

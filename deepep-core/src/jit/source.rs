@@ -7,10 +7,11 @@ use super::params::{
     BarrierParams, CollectiveParams, CombineParams, DispatchParams, Domain, MultimemBarrierParams,
     PacketArea, PacketCombineParams, PacketDispatchParams,
 };
+use super::sizes::PacketSizes;
 use crate::layout::{
-    COLLECTIVE_BLOCKS, CountsLayout, GROUP_BYTES, GROUP_PACKETS, IndexWidth, MAX_BLOCKS, MAX_RANKS, MAX_TOPK,
-    Operation, PACKET_BYTES, Phase, Placement, RecordKind, STATUS_RECORD_BYTES, StatusRecord, Ticket,
-    WorkspaceLayout,
+    BACK_BYTES, COLLECTIVE_BLOCKS, CountsLayout, GROUP_BYTES, GROUP_PACKETS, IndexWidth, MAX_BLOCKS,
+    MAX_RANKS, MAX_TOPK, Operation, PACKET_BYTES, Phase, Placement, RecordKind, STATUS_RECORD_BYTES,
+    StatusRecord, Ticket, WorkspaceLayout,
 };
 
 /// A kernel, in one of the variants that are compiled separately. Sizes are arguments; what is fixed here changes the code.
@@ -47,6 +48,8 @@ pub enum Program {
         placement: Placement,
         /// Width of expert ids.
         index: IndexWidth,
+        /// Sizes that are constants; without them all are arguments.
+        sizes: Option<PacketSizes>,
     },
     /// Combine of a small batch, in packets. Rows of a token are summed where they are.
     PacketCombine {
@@ -54,6 +57,8 @@ pub enum Program {
         ranks: usize,
         /// Arrangement of the rows that come in.
         placement: Placement,
+        /// Sizes that are constants; without them all are arguments.
+        sizes: Option<PacketSizes>,
     },
     /// All-gather, reduce-scatter or all-reduce.
     Collective(Collective),
@@ -73,8 +78,11 @@ pub enum Program {
 pub(crate) const THREADS: usize = 512;
 /// Threads of a block of a combine that sums before it sends: three warps on each quarter of a multiprocessor, for more registers.
 pub(crate) const SUM_THREADS: usize = 384;
+/// Threads of a block of a dispatch and of a combine in packets: with 72 and 128 registers a thread one block of each fits on a multiprocessor.
+pub(crate) const PACKET_DISPATCH_THREADS: usize = 448;
+pub(crate) const PACKET_COMBINE_THREADS: usize = 256;
 /// Shared memory of the control words of a block of a dispatch in packets.
-pub(crate) const PACKET_CONTROL_BYTES: usize = 256;
+pub(crate) const PACKET_CONTROL_BYTES: usize = 320;
 /// Threads of a barrier kernel's block.
 pub(crate) const BARRIER_THREADS: usize = 32;
 /// Shared memory of a dispatch block's control words.
@@ -129,6 +137,7 @@ const HEADERS: &[(&str, &str)] = embedded![
     "ops/combine/reduce.cuh",
     "ops/packets/block.cuh",
     "ops/packets/send.cuh",
+    "ops/packets/incoming.cuh",
     "ops/packets/count.cuh",
     "ops/packets/place.cuh",
     "ops/packets/back.cuh",
@@ -169,15 +178,15 @@ impl Program {
         }
     }
 
-    /// Every kernel for a number of ranks.
+    /// Every kernel for a number of ranks, without those for certain sizes.
     pub fn all(ranks: usize) -> Vec<Self> {
         let mut all = vec![Self::Barrier { ranks }];
         for placement in [Placement::Plain, Placement::Expanded] {
             for index in [IndexWidth::Bits32, IndexWidth::Bits64] {
                 all.push(Self::Dispatch { ranks, placement, index });
-                all.push(Self::PacketDispatch { ranks, placement, index });
+                all.push(Self::PacketDispatch { ranks, placement, index, sizes: None });
             }
-            all.push(Self::PacketCombine { ranks, placement });
+            all.push(Self::PacketCombine { ranks, placement, sizes: None });
         }
         all.push(Self::Combine { ranks, placement: Placement::Plain, reduce_first: true });
         for reduce_first in [true, false] {
@@ -220,9 +229,14 @@ impl Program {
                 (false, true, 32, BARRIER_THREADS)
             }
             Self::Collective(_) => (false, true, 32, THREADS),
-            Self::PacketCombine { placement, .. } => (placement == Placement::Expanded, true, 32, THREADS),
-            Self::Dispatch { placement, index, .. } | Self::PacketDispatch { placement, index, .. } => {
+            Self::PacketCombine { placement, .. } => {
+                (placement == Placement::Expanded, true, 32, PACKET_COMBINE_THREADS)
+            }
+            Self::Dispatch { placement, index, .. } => {
                 (placement == Placement::Expanded, true, index.bytes() * 8, THREADS)
+            }
+            Self::PacketDispatch { placement, index, .. } => {
+                (placement == Placement::Expanded, true, index.bytes() * 8, PACKET_DISPATCH_THREADS)
             }
             Self::Combine { placement, reduce_first, .. } => {
                 let expanded = placement == Placement::Expanded;
@@ -239,6 +253,9 @@ impl Program {
         line(format_args!("constexpr bool EXPANDED = {expanded}, REDUCE_FIRST = {reduce_first};"));
         if let Self::Collective(collective) = self {
             line(format_args!("{}", collective.constants()));
+        }
+        if let Self::PacketDispatch { sizes, .. } | Self::PacketCombine { sizes, .. } = *self {
+            line(format_args!("{}", PacketSizes::constants(sizes)));
         }
         let numbers = [
             ("RANKS", self.ranks()),
@@ -270,6 +287,7 @@ impl Program {
             ("PACKET_BYTES", PACKET_BYTES),
             ("GROUP_PACKETS", GROUP_PACKETS),
             ("GROUP_BYTES", GROUP_BYTES),
+            ("BACK_BYTES", BACK_BYTES),
         ];
         for (name, value) in numbers {
             line(format_args!("constexpr u32 {name} = {value};"));

@@ -10,12 +10,19 @@ pub const PACKET_BYTES: usize = 16;
 pub const GROUP_PACKETS: usize = 4;
 /// Bytes of such a piece.
 pub const GROUP_BYTES: usize = 56;
+/// Bytes of what a thread makes of a row that goes back: two packets, so that it can hold that much of many rows.
+pub const BACK_BYTES: usize = 28;
 /// Bytes of bit maps that a block can hold: a bit for each expert and token.
 const MAX_MAP_BYTES: usize = 64 << 10;
 
 /// Pieces of a row of so many bytes, a multiple of 4.
 pub const fn packet_groups(bytes: usize) -> usize {
     bytes.div_ceil(GROUP_BYTES)
+}
+
+/// Pieces of a row of so many bytes that goes back.
+pub const fn back_groups(bytes: usize) -> usize {
+    bytes.div_ceil(BACK_BYTES)
 }
 
 /// Packets of the ids and weights of a token: two ids or one weight a word, three words a packet.
@@ -30,8 +37,8 @@ pub const fn weight_packets(topk: usize) -> usize {
 
 /// The part of a workspace through which small batches travel. All of it consists of packets, except `begun`.
 ///
-/// Everything is there twice, once for each parity of the epoch. Rows have a slot for each peer: that of rank s at rank r is s for
-/// s < r, else s − 1.
+/// Everything is there twice, once for each parity of the epoch. Rows that come in have a slot for each rank, the own one included; rows that come back
+/// one for each peer: that of rank s at rank r is s for s < r, else s − 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PacketLayout {
     /// Peer, `u64[2][2 parities][ranks]`, one cache line each: a kernel of dispatch, or of combine, has started, and with what call.
@@ -42,7 +49,7 @@ pub struct PacketLayout {
     pub lanes: usize,
     /// Bytes of a token there.
     pub lane_stride: usize,
-    /// Peer, `[2 parities][ranks − 1][max_tokens]`: rows and scales of a dispatch.
+    /// Peer, `[2 parities][ranks][max_tokens]`: rows and scales of a dispatch.
     pub rows: usize,
     /// Bytes of a row there.
     pub row_stride: usize,
@@ -85,7 +92,7 @@ impl PacketLayout {
         let begun = cursor.take(4 * ranks, line);
         let heads = cursor.take(2 * ranks, line);
         let lanes = cursor.take(slots, lane_stride);
-        let rows = cursor.take(peers, row_stride);
+        let rows = cursor.take(slots, row_stride);
         let back = cursor.take(peers, back_stride);
         let back_weights = cursor.take(peers, back_weight_stride);
         Self {
@@ -126,8 +133,8 @@ mod tests {
         let (d, c) = (dispatch(2, 128, Placement::Expanded), combine(2, 8, Placement::Expanded, true));
         let p = PacketLayout::place(&mut cursor, 2, 128, &[d], &[c]);
         assert_eq!((p.lane_stride, p.row_stride, p.back_stride, p.back_weight_stride), (64, 8448, 16384, 48));
-        assert_eq!(p.back - p.rows, 2 * 128 * 8448);
-        assert!(p.bytes < 7 << 20, "{}", p.bytes);
+        assert_eq!(p.back - p.rows, 2 * 2 * 128 * 8448);
+        assert!(p.bytes < 9 << 20, "{}", p.bytes);
     }
 
     #[test]

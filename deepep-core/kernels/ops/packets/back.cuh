@@ -4,9 +4,13 @@
 #include "comm/packets.cuh"
 
 constexpr u32 WARPS = THREADS / 32;
-
-// Four values to which every term can be added, and which can be added, without a change.
-constexpr u64 MINUS_ZEROS = 0x8000800080008000ull;
+// Warps of a block that send; the others sum. With one rank all warps sum.
+constexpr u32 SENDERS = RANKS > 1 ? WARPS / 2 : 0, REDUCERS = WARPS - SENDERS;
+// A lane's piece of a row: two packets, 14 values. Words of four bytes of a piece lie `groups` words apart.
+constexpr u32 BACK_PACKETS = 2;
+typedef Pieces<BACK_PACKETS> Piece;
+constexpr u32 PIECE_WORDS = BACK_BYTES / 4;
+static_assert(sizeof(Piece) == BACK_BYTES, "two packets are made of 28 bytes");
 
 struct Back {
     const PacketCombineParams& q;
@@ -15,185 +19,232 @@ struct Back {
     Packets packets;
     u32 me, lane, warp;
 
-    DEVICE Back(const PacketCombineParams& params, u32 epoch)
-        : q(params), p(params.call), d(params.call.domain), packets(d, params.area, epoch), me(d.rank), lane(threadIdx.x % 32),
+    DEVICE Back(const PacketCombineParams& params)
+        : q(params), p(params.call), d(params.call.domain), packets(d, params.area), me(d.rank), lane(threadIdx.x % 32),
           warp(threadIdx.x / 32) {}
 
+    // Sizes: constants in a kernel that was compiled for them.
+    DEVICE u32 max_tokens() const { return FIXED ? FIXED_MAX_TOKENS : p.max_tokens; }
+    DEVICE u32 lanes() const { return FIXED ? FIXED_LANES : p.lanes; }
+    DEVICE u32 local_experts() const { return FIXED ? FIXED_EXPERTS / RANKS : p.local_experts; }
+    DEVICE u32 row_bytes() const { return FIXED ? FIXED_ROW_BYTES : p.row_bytes; }
+    DEVICE u32 groups() const { return FIXED ? (FIXED_ROW_BYTES + sizeof(Piece) - 1) / sizeof(Piece) : q.groups; }
+    // Parts of a row, one a warp.
+    DEVICE u32 parts() const { return (groups() + 31) / 32; }
+
+    DEVICE bool clerk() const { return blockIdx.x == gridDim.x - 1; }
     DEVICE Begun begun() const { return packets.begun(PACKETS_COMBINE, OPERATION_COMBINE, p.call); }
     template <class T>
     DEVICE const T* handle(u64 offset) const { return (const T*)(p.handle + offset); }
     DEVICE Place place(u32 peer, u32 index) const { return {OPERATION_COMBINE, PHASE_ARRIVAL, packets.epoch, peer, index}; }
-    DEVICE u32 groups() const { return q.groups; }
     // Row here of the lane of a token, −1 for lanes that live elsewhere.
     DEVICE i32 row_of(u32 s, u32 t) const {
-        return lane < p.lanes ? handle<i32>(p.lane_place)[(u64)(s * p.max_tokens + t) * p.lanes + lane] : -1;
+        return lane < lanes() ? arch::ld_received(handle<i32>(p.lane_place) + (u64)(s * max_tokens() + t) * lanes() + lane) : -1;
     }
-    DEVICE u64 weight_at(i32 row) const { return EXPANDED ? (u64)row : (u64)row * p.lanes + lane; }
+    DEVICE u64 weight_at(i32 row) const { return EXPANDED ? (u64)row : (u64)row * lanes() + lane; }
     // Words that lane g of a row has in it.
     DEVICE u32 words(u32 g) const {
-        const u32 all = p.row_bytes / 8;
+        const u32 all = row_bytes() / 4;
+        if (FIXED && all % groups() == 0) return g < groups() ? all / groups() : 0;
         return g < groups() ? (all - g + groups() - 1) / groups() : 0;
     }
-    DEVICE void load_group(u64 row, u32 g, u32 words, Group& group) const {
-        const u64* at = (const u64*)row + g;
+    DEVICE void load(u64 row, u32 g, u32 words, Piece& piece) const {
+        const u32* at = (const u32*)row + g;
 #pragma unroll
-        for (u32 j = 0; j < GROUP_WORDS; j++, at += groups()) group.v[j] = j < words ? arch::ld_stream(at) : MINUS_ZEROS;
+        for (u32 j = 0; j < PIECE_WORDS; j++, at += groups()) piece.w[j] = j < words ? arch::ld_stream(at) : 0x80008000u;
     }
-    DEVICE u64 x_row(u32 row) const { return p.x + (u64)row * p.row_bytes; }
+    DEVICE u64 x_row(u32 row) const { return p.x + (u64)row * row_bytes(); }
 };
 
-// Sums of BF16 values of groups: FP32, one term after the other, one rounding at the end. Starts at −0, to which every term can be added without a
-// change.
-struct GroupSum {
-    float v[4 * GROUP_WORDS];
+// Sums of BF16 values: FP32, one term after the other, one rounding at the end. Starts at −0, to which every term can be added without a change.
+struct PieceSum {
+    float v[2 * PIECE_WORDS];
     DEVICE void clear() {
 #pragma unroll
-        for (u32 i = 0; i < 4 * GROUP_WORDS; i++) v[i] = -0.f;
+        for (u32 i = 0; i < 2 * PIECE_WORDS; i++) v[i] = -0.f;
     }
-    DEVICE void add(const Group& t) {
+    DEVICE void add(const Piece& t) {
 #pragma unroll
-        for (u32 j = 0; j < GROUP_WORDS; j++) {
-            const u32 w[2] = {(u32)t.v[j], (u32)(t.v[j] >> 32)};
-#pragma unroll
-            for (u32 i = 0; i < 2; i++) {
-                v[4 * j + 2 * i] += arch::bf16_low(w[i]);
-                v[4 * j + 2 * i + 1] += arch::bf16_high(w[i]);
-            }
+        for (u32 j = 0; j < PIECE_WORDS; j++) {
+            v[2 * j] += arch::bf16_low(t.w[j]);
+            v[2 * j + 1] += arch::bf16_high(t.w[j]);
         }
     }
-    DEVICE Group round() const {
-        Group r;
+    DEVICE Piece round() const {
+        Piece r;
 #pragma unroll
-        for (u32 j = 0; j < GROUP_WORDS; j++)
-            r.v[j] = (u64)arch::bf16_pack(v[4 * j + 2], v[4 * j + 3]) << 32 | arch::bf16_pack(v[4 * j], v[4 * j + 1]);
+        for (u32 j = 0; j < PIECE_WORDS; j++) r.w[j] = arch::bf16_pack(v[2 * j], v[2 * j + 1]);
         return r;
     }
 };
 
-// Sum of the rows that the lanes in `which` hold, in ascending order; the bits of a single one. Whole warp.
-DEVICE Group sum_rows(const Back& b, i32 row, u32 which, u32 g) {
-    // Loaded together: as many as registers hold.
+// Rows that are loaded together, as many as registers hold: usually all that a token has here.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-    constexpr u32 ROWS = 3;
+constexpr u32 ROWS = 4;
 #else
-    constexpr u32 ROWS = RANKS == 2 ? 4 : 3;
+constexpr u32 ROWS = 6;
 #endif
+
+// Sum of the rows that the lanes in `which` hold, in ascending order; the bits of a single one. Whole warp.
+DEVICE Piece sum_rows(const Back& b, i32 row, u32 which, u32 g) {
     const u32 words = b.words(g);
     // In the plain layout all lanes name the same row.
     if (!EXPANDED || (which & (which - 1)) == 0) {
-        Group single;
+        Piece single;
         const u32 at = (u32)warp::get(row, which ? __ffs(which) - 1 : 0);
-        b.load_group(b.x_row(which ? at : 0), g, which ? words : 0, single);
+        b.load(b.x_row(which ? at : 0), g, which ? words : 0, single);
         return single;
     }
-    GroupSum sum;
+    PieceSum sum;
     sum.clear();
 #pragma unroll 1
     while (which) {
-        Group t[ROWS];
+        Piece t[ROWS];
+        u64 at[ROWS];
+        const u32 count = __popc(which);
 #pragma unroll
-        for (u32 u = 0; u < ROWS; u++) {
-            const bool some = which != 0;
-            const u32 at = (u32)warp::get(row, some ? __ffs(which) - 1 : 0);
-            which &= which - 1;
-            b.load_group(b.x_row(some ? at : 0), g, some ? words : 0, t[u]);
-        }
+        for (u32 u = 0; u < ROWS; u++, which &= which - 1) at[u] = b.x_row((u32)warp::get(row, __ffs(which) - 1));
 #pragma unroll
-        for (u32 u = 0; u < ROWS; u++) sum.add(t[u]);
+        for (u32 u = 0; u < ROWS; u++)
+            if (u < count) b.load(at[u], g, words, t[u]);
+#pragma unroll
+        for (u32 u = 0; u < ROWS; u++)
+            if (u < count) sum.add(t[u]);
     }
     return sum.round();
 }
 
-// By `warps` warps of a block: sums of what came from peers, back to them; a part of a row each.
-DEVICE void send_back(const Back& b, u32 warp, u32 warps) {
-    constexpr u32 PEERS = RANKS > 1 ? RANKS - 1 : 1;
-    const u32 parts = (b.groups() + 31) / 32, units = PEERS * b.p.max_tokens;
-    bool may_write = false;
-    for (u32 item = warp;; item += warps) {
-        const u32 part = item % parts, unit = blockIdx.x + gridDim.x * (item / parts);
-        if (unit >= units) return;
-        const u32 s = (b.me + 1 + unit % PEERS) % RANKS, t = unit / PEERS, g = part * 32 + b.lane;
-        const i32 row = b.row_of(s, t);
-        const u32 which = warp::ballot(row >= 0);
-        if (which == 0) continue;
+// Where a warp is: its items are dealt out over the whole grid, some next to each other in a block.
+struct Item {
+    u32 number, step, start;
+
+    DEVICE Item(u32 warp, u32 warps) : number(blockIdx.x * warps + warp), step(gridDim.x * warps), start(number) {}
+    DEVICE void next() { number += step; }
+    DEVICE bool first() const { return number == start; }
+    DEVICE u32 part(const Back& b) const { return number % b.parts(); }
+    DEVICE u32 unit(const Back& b) const { return number / b.parts(); }
+};
+
+// A part of what came from a peer, as a sum, back to it.
+struct Returned {
+    const Back& b;
+    u32 s = 0, t = 0, part = 0;
+    i32 row = -1;
+    bool some = false;
+
+    DEVICE Returned(const Back& back) : b(back) {}
+    // Nothing is waited for.
+    DEVICE void load(const Item& item) {
+        constexpr u32 PEERS = RANKS > 1 ? RANKS - 1 : 1;
+        const u32 unit = item.unit(b);
+        some = unit < PEERS * b.max_tokens();
+        if (!some) return;
+        s = (b.me + 1 + unit % PEERS) % RANKS;
+        t = unit / PEERS;
+        part = item.part(b);
+        row = b.row_of(s, t);
+    }
+    // False if a peer does not come.
+    DEVICE bool send(Permission& permission) const {
+        const u32 which = warp::ballot(row >= 0), g = part * 32 + b.lane;
+        if (which == 0) return true;
         u32 weight = 0;
         const bool weights = part == 0 && b.p.weights;
         if (weights && row >= 0) weight = ((const u32*)b.p.weights)[b.weight_at(row)];
-        const Group sum = sum_rows(b, row, which, g);
-        // Waited for behind the rows, once.
-        if (!may_write && !b.packets.may_write(b.begun())) return;
-        may_write = true;
+        const Piece sum = sum_rows(b, row, which, g);
+        if (!permission.wait(b.begun())) return false;
         if (g < b.groups()) b.packets.send(b.packets.back(s, b.me, t), b.groups(), g, sum);
         if (weights) {
             u32 w[3];
 #pragma unroll
             for (u32 i = 0; i < 3; i++) w[i] = warp::get(weight, (3 * b.lane + i) % 32);
-            if (3 * b.lane < b.p.lanes) b.packets.send(b.packets.back_weights(s, b.me, t) + b.lane, w[0], w[1], w[2]);
+            if (3 * b.lane < b.lanes()) b.packets.send(b.packets.back_weights(s, b.me, t) + b.lane, w[0], w[1], w[2]);
         }
+        return true;
     }
-}
+};
 
 // A part of the result of one token. Lane k speaks for top-k lane k.
 struct Result {
     const Back& b;
-    u32 t, g;
-    i32 dest, row;  // rank of the lane's expert, −1 for none; row of the lane here, −1 for lanes that live elsewhere
-    u32 own, terms; // lanes whose experts live here; the highest lane of each rank
+    u32 t = 0, part = 0, g = 0;
+    i32 expert = -1, row = -1;  // of the lane, −1 for none; row here, −1 for lanes that live elsewhere
+    bool some = false;
 
-    DEVICE Result(const Back& back, u32 token, u32 part) : b(back), t(token), g(part * 32 + back.lane) {
+    DEVICE Result(const Back& back) : b(back) {}
+    // Nothing is waited for.
+    DEVICE void load(const Item& item) {
+        t = item.unit(b);
+        part = item.part(b);
+        g = part * 32 + b.lane;
+        some = t < b.max_tokens();
+        if (!some || t >= b.p.tokens) return;
         row = b.row_of(b.me, t);
-        const i32 e = b.lane < b.p.lanes ? b.handle<i32>(b.p.topk)[(u64)t * b.p.lanes + b.lane] : -1;
-        dest = e >= 0 ? e / (i32)b.p.local_experts : -1;
-        own = warp::ballot(row >= 0);
-        const u32 group = warp::match((u32)dest);
-        terms = warp::ballot(dest >= 0 && group >> b.lane == 1);
+        expert = b.lane < b.lanes() ? arch::ld_received(b.handle<i32>(b.p.topk) + (u64)t * b.lanes() + b.lane) : -1;
     }
-    DEVICE bool inside() const { return g < b.groups(); }
-    DEVICE u32 add_biases(GroupSum& sum) const {
+    // False if a peer does not come. Whether there is a token or not, its slots are zeroed if it is their turn: by who has read them, or nobody.
+    DEVICE bool finish() const {
+        if (t < b.p.tokens && !write()) return false;
+        if (t != b.packets.scrubbed()) return true;
+#pragma unroll 1
+        for (u32 s = 0; s < RANKS; s++)
+            if (s != b.me) b.packets.scrub(b.packets.back(b.me, s, t), b.q.area.back_stride, BACK_PACKETS, b.groups(), g, part, b.parts());
+        return true;
+    }
+
+private:
+    // False if a peer does not come.
+    DEVICE bool write() const {
+        const i32 dest = expert >= 0 ? expert / (i32)b.local_experts() : -1;
+        // Lanes whose experts live here; the highest lane of each rank.
+        const u32 own = warp::ballot(row >= 0), group = warp::match((u32)dest);
+        const u32 terms = warp::ballot(dest >= 0 && group >> b.lane == 1);
+        const Piece mine = sum_rows(b, row, own, g);
+        PieceSum sum;
+        sum.clear();
+        const u32 biases = add_biases(sum);
+        Piece term = {};
+        bool ok = true;
+#pragma unroll 1
+        for (u32 rest = terms; rest; rest &= rest - 1) {
+            const u32 from = (u32)warp::get(dest, __ffs(rest) - 1);
+            if (from == b.me) {
+                term = mine;
+            } else if (g < b.groups()) {
+                const Vec16* slot = b.packets.back(b.me, from, t);
+                Vec16 p[BACK_PACKETS];
+                b.packets.load(slot, b.groups(), g, p);
+                ok = b.packets.receive(slot, b.groups(), g, p, b.place(from, t)) && ok;
+                term.take(p);
+            }
+            sum.add(term);
+        }
+        if (!warp::all(ok)) return false;
+        const Piece result = biases == 0 && __popc(terms) <= 1 ? term : sum.round();
+        const u32 words = b.words(g);
+        u32* out = (u32*)(b.p.out + (u64)t * b.row_bytes()) + g;
+#pragma unroll
+        for (u32 j = 0; j < PIECE_WORDS; j++, out += b.groups())
+            if (j < words) *out = result.w[j];
+        return part != 0 || write_weights(dest);
+    }
+    DEVICE u32 add_biases(PieceSum& sum) const {
         u32 n = 0;
 #pragma unroll
         for (u32 i = 0; i < 2; i++) {
             const u64 bias = i ? b.p.bias1 : b.p.bias0;
             if (!bias) continue;
-            Group t0;
-            b.load_group(bias + (u64)t * b.p.row_bytes, g, b.words(g), t0);
+            Piece t0;
+            b.load(bias + (u64)t * b.row_bytes(), g, b.words(g), t0);
             sum.add(t0);
             n++;
         }
         return n;
     }
-    DEVICE bool write() const {
-        const Group mine = sum_rows(b, row, own, g);
-        GroupSum sum;
-        sum.clear();
-        const u32 biases = add_biases(sum);
-        Group term = {};
-        bool ok = true;
-#pragma unroll 1
-        for (u32 rest = terms; rest; rest &= rest - 1) {
-            const u32 from = (u32)warp::get(dest, __ffs(rest) - 1);
-            if (from == b.me) term = mine;
-            if (from != b.me && inside()) {
-                const Vec16* slot = b.packets.back(b.me, from, t);
-                Vec16 p[GROUP_PACKETS];
-                b.packets.load(slot, b.groups(), g, p);
-                ok = b.packets.receive(slot, b.groups(), g, p, b.place(from, t), term) && ok;
-            }
-            sum.add(term);
-        }
-        if (!warp::all(ok)) return false;
-        const Group result = biases == 0 && __popc(terms) <= 1 ? term : sum.round();
-        const u32 words = b.words(g);
-        u64* out = (u64*)(b.p.out + (u64)t * b.p.row_bytes) + g;
-#pragma unroll
-        for (u32 j = 0; j < GROUP_WORDS; j++, out += b.groups())
-            if (j < words) *out = result.v[j];
-        return true;
-    }
-    DEVICE bool write_weights() const {
+    DEVICE bool write_weights(i32 dest) const {
         if (!b.p.out_weights) return true;
         bool ok = true;
-        if (b.lane < b.p.lanes) {
+        if (b.lane < b.lanes()) {
             u32 weight = 0;
             if (row >= 0) {
                 weight = ((const u32*)b.p.weights)[b.weight_at(row)];
@@ -202,27 +253,8 @@ struct Result {
                 ok = b.packets.receive(b.packets.back_weights(b.me, dest, t) + b.lane / 3, b.place(dest, t), v);
                 weight = b.lane % 3 == 0 ? v.x : b.lane % 3 == 1 ? v.y : v.z;
             }
-            ((u32*)b.p.out_weights)[(u64)t * b.p.lanes + b.lane] = weight;
+            ((u32*)b.p.out_weights)[(u64)t * b.lanes() + b.lane] = weight;
         }
         return warp::all(ok);
     }
 };
-
-DEVICE void reduce_back(const Back& b, u32 warp, u32 warps) {
-    const u32 parts = (b.groups() + 31) / 32;
-    for (u32 item = warp;; item += warps) {
-        const u32 part = item % parts, t = blockIdx.x + gridDim.x * (item / parts);
-        if (t >= b.p.tokens) return;
-        const Result result(b, t, part);
-        if (!result.write()) return;
-        if (part == 0 && !result.write_weights()) return;
-    }
-}
-
-// By all threads, after a block barrier: one slot of each peer.
-DEVICE void scrub_back(const Back& b) {
-    const u32 t = b.packets.scrubbed();
-    if (t % gridDim.x != blockIdx.x) return;
-    for (u32 s = 0; s < RANKS; s++)
-        if (s != b.me) b.packets.scrub(b.packets.back(b.me, s, t), b.q.area.back_stride);
-}

@@ -5,18 +5,22 @@
 #include "ops/dispatch/report.cuh"
 
 constexpr u32 WARPS = THREADS / 32;
-constexpr u32 IDS_OF_PACKET = 6;
+constexpr u32 IDS_OF_PACKET = 6, WORDS_OF_PACKET = 3;
+constexpr u32 NO_EXPERT = 0xffff;  // as an id in a packet
+// A lane's piece of a row: four packets.
+constexpr u32 ROW_PACKETS = GROUP_PACKETS, ROW_WORDS = GROUP_BYTES / 8;
+typedef Pieces<ROW_PACKETS> Row;
+static_assert(sizeof(Row) == GROUP_BYTES && PACKET_BYTES == sizeof(Vec16), "packets are made of 56 bytes");
 
 struct Control {
-    u32 failed;             // a wait of this block gave up
-    u32 over;               // lowest rank over capacity; RANKS if none is
-    u32 tokens[MAX_RANKS];  // that each rank gives
-    i32 sums[WARPS];        // of a scan
-    i32 rows[MAX_RANKS];    // that each rank receives, if capacities matter
+    u32 over;             // lowest rank over capacity; RANKS if none is
+    i32 rows[MAX_RANKS];  // that each rank receives, if capacities matter
+    i32 sums[64];         // of 32 experts each, of their rows and gaps
 };
 static_assert(sizeof(Control) <= PACKET_CONTROL_BYTES, "the host reserves too little shared memory");
 
-// A token of any rank has a number, s · max_tokens + t, and a bit in maps. Unit u is one token of one rank; the units are dealt out to blocks.
+// A token of any rank has a number, s · max_tokens + t, and a bit in maps. Unit u is one token of one rank; the units are dealt out to blocks. The last
+// block, which has the fewest, tells what is told once.
 struct Block {
     const PacketDispatchParams& q;
     const DispatchParams& p;
@@ -24,75 +28,132 @@ struct Block {
     Packets packets;
     Control& control;
     u32* to_rank;    // [R][words]: tokens that go to a rank
-    u32* of_expert;  // [experts][words]: tokens of an expert; local experts only, unless capacities matter
-    i32* start;      // [EL + 1]: first row of each local expert
+    u32* of_expert;  // [words][maps]: tokens of an expert; local experts only, unless capacities matter
+    i32* start;      // [EL + 1]: first row of each local expert, counted from the first of its 32
     i32* counts;     // [EL]
-    u16* ids;        // [units of this block][lanes]
+    u32* ids;        // [units of this block][words of ids]
     u64 handle, output;
     u32 me, lane, warp;
 
-    DEVICE Block(const PacketDispatchParams& params, u8* shared, u32 epoch)
-        : q(params), p(params.call), d(params.call.domain), packets(d, params.area, epoch), control(*(Control*)shared),
-          to_rank((u32*)(shared + PACKET_CONTROL_BYTES)), of_expert(to_rank + RANKS * params.words),
-          start((i32*)(shared + params.start)), counts((i32*)(shared + params.counts)), ids((u16*)(shared + params.ids)),
+    DEVICE Block(const PacketDispatchParams& params, u8* shared)
+        : q(params), p(params.call), d(params.call.domain), packets(d, params.area), control(*(Control*)shared),
+          to_rank((u32*)(shared + PACKET_CONTROL_BYTES)), of_expert((u32*)(shared + params.of_expert)), start((i32*)(shared + params.start)),
+          counts((i32*)(shared + params.counts)), ids((u32*)(shared + params.ids)),
           handle(d.heap[d.rank] + p.handles + (u64)(p.place >> 8 & 0xfff) * p.handle_stride),
           output(d.heap[d.rank] + p.outputs + (u64)(p.place & 0xff) * p.output_stride), me(d.rank), lane(threadIdx.x % 32),
           warp(threadIdx.x / 32) {}
 
+    // Sizes: constants in a kernel that was compiled for them.
+    DEVICE u32 max_tokens() const { return FIXED ? FIXED_MAX_TOKENS : p.max_tokens; }
+    DEVICE u32 lanes() const { return FIXED ? FIXED_LANES : p.lanes; }
+    DEVICE u32 experts() const { return FIXED ? FIXED_EXPERTS : p.experts; }
+    DEVICE u32 local_experts() const { return FIXED ? FIXED_EXPERTS / RANKS : p.local_experts; }
+    DEVICE u32 row_words() const { return (FIXED ? FIXED_ROW_BYTES : p.row_bytes) / 8; }
+    DEVICE u32 scale_packs() const { return FIXED ? FIXED_SCALE_PACKS : p.scale_packs; }
+    DEVICE u32 groups() const { return FIXED ? (FIXED_ROW_BYTES + 4 * FIXED_SCALE_PACKS + GROUP_BYTES - 1) / GROUP_BYTES : q.groups; }
+    DEVICE u32 words() const { return FIXED ? (RANKS * FIXED_MAX_TOKENS + 31) / 32 : q.words; }
+    DEVICE bool limited() const { return !FIXED && q.limited; }
+    DEVICE bool all_experts() const { return !FIXED && q.all_experts; }
+    DEVICE u32 maps() const { return all_experts() ? experts() : local_experts(); }
+    // Parts of a row, one a warp.
+    DEVICE u32 parts() const { return (groups() + 31) / 32; }
+
     DEVICE bool cached() const { return p.topk_idx == 0; }
+    DEVICE bool clerk() const { return blockIdx.x == gridDim.x - 1; }
     DEVICE Begun begun() const { return packets.begun(PACKETS_DISPATCH, OPERATION_DISPATCH, p.call); }
     template <class T>
     DEVICE T* mine(u64 offset) const { return (T*)(handle + offset); }
     template <class T>
     DEVICE T* out(u64 offset) const { return (T*)(output + offset); }
     DEVICE Place place(u32 phase, u32 peer, u32 index) const { return {OPERATION_DISPATCH, phase, packets.epoch, peer, index}; }
-    DEVICE u32 number(u32 s, u32 t) const { return s * p.max_tokens + t; }
+    DEVICE u32 number(u32 s, u32 t) const { return s * max_tokens() + t; }
     DEVICE u32 unit(u32 s, u32 t) const { return t * RANKS + (s + RANKS - me) % RANKS; }
-    DEVICE u32 groups() const { return q.groups; }
+    // How many units of lower numbers a unit's block has. Units are few: the product is exact.
+    DEVICE u32 turn(u32 unit) const { return q.per_block ? __umulhi(unit, q.per_block) : unit; }
+
+    // By all threads, before a block barrier.
+    DEVICE void clear() const {
+        if (EXPANDED)
+#pragma unroll 1
+            for (u32 i = threadIdx.x; i < (words() * maps() + 3) / 4; i += THREADS) ((Vec16*)of_expert)[i] = {0, 0, 0, 0};
+        else if (clerk())
+            for (u32 i = threadIdx.x; i < local_experts(); i += THREADS) counts[i] = 0;
+        if (threadIdx.x == 0) control.over = RANKS;
+    }
 };
 
 // Rank of an expert.
-DEVICE u32 rank_of(const DispatchParams& p, u32 expert) {
+DEVICE u32 rank_of(const Block& b, u32 expert) {
     u32 r = 0;
 #pragma unroll
-    for (u32 i = 1; i < RANKS; i++) r += expert >= i * p.local_experts;
+    for (u32 i = 1; i < RANKS; i++) r += expert >= i * b.local_experts();
     return r;
 }
 
-// Bits of a map below `end`.
-DEVICE u32 bits_below(const u32* map, u32 end) {
+// Calls `look(i)` for all words of a map; few of a known number side by side.
+template <class Look>
+DEVICE void each_word(const Block& b, Look look) {
+    if constexpr (FIXED && (RANKS * FIXED_MAX_TOKENS + 31) / 32 <= 16) {
+#pragma unroll
+        for (u32 i = 0; i < (RANKS * FIXED_MAX_TOKENS + 31) / 32; i++) look(i);
+    } else {
+#pragma unroll 4
+        for (u32 i = 0; i < b.words(); i++) look(i);
+    }
+}
+// Bits of a map below `end`, and all. Words of a map lie `step` apart.
+DEVICE u32 bits_below(const Block& b, const u32* map, u32 step, u32 end) {
     u32 n = 0;
-    for (u32 i = 0; i < end / 32; i++) n += __popc(map[i]);
-    if (end % 32) n += __popc(map[end / 32] & ((1u << end % 32) - 1));
+    each_word(b, [&](u32 i) {
+        const u32 below = end <= 32 * i ? 0 : end >= 32 * i + 32 ? ALL_LANES : (1u << end % 32) - 1;
+        n += __popc(map[i * step] & below);
+    });
+    return n;
+}
+DEVICE u32 bits(const Block& b, const u32* map, u32 step) {
+    u32 n = 0;
+    each_word(b, [&](u32 i) { n += __popc(map[i * step]); });
     return n;
 }
 DEVICE bool bit(const u32* map, u32 at) { return map[at / 32] >> (at % 32) & 1; }
 
 // Packets of a token's lanes: ids, two a word, then weights.
 DEVICE u32 id_words(u32 lanes) { return (lanes + 1) / 2; }
+DEVICE u32 id_packets(u32 lanes) { return (id_words(lanes) + WORDS_OF_PACKET - 1) / WORDS_OF_PACKET; }
 
-// Word i of eight bytes of what travels for a token: its row, then its scale packs.
-DEVICE u64 load_word(const Block& b, u32 token, u32 i) {
-    const u32 words = b.p.row_bytes / 8;
-    if (i < words) return arch::ld_stream((const u64*)(b.p.x + (u64)token * b.p.row_bytes) + i);
+// Word i of eight bytes of what travels for a token: its row, then its scale packs. `inside`: known to be of the row.
+DEVICE u64 load_word(const Block& b, u32 token, u32 i, bool inside) {
+    const u32 words = b.row_words();
+    if (inside || i < words) return arch::ld_stream((const u64*)(b.p.x + (u64)token * (8 * words)) + i);
     const u32* scales = (const u32*)b.p.scales + (i64)token * b.p.scale_row_stride;
     const u32 pack = 2 * (i - words);
     u64 v = 0;
-    if (pack < b.p.scale_packs) v = arch::ld_stream(scales + (i64)pack * b.p.scale_pack_stride);
-    if (pack + 1 < b.p.scale_packs) v |= (u64)arch::ld_stream(scales + (i64)(pack + 1) * b.p.scale_pack_stride) << 32;
+    if (pack < b.scale_packs()) v = arch::ld_stream(scales + (i64)pack * b.p.scale_pack_stride);
+    if (pack + 1 < b.scale_packs()) v |= (u64)arch::ld_stream(scales + (i64)(pack + 1) * b.p.scale_pack_stride) << 32;
     return v;
 }
-DEVICE void store_word(const Block& b, u32 row, u32 i, u64 v) {
-    const u32 words = b.p.row_bytes / 8;
-    if (i < words) {
-        *(b.out<u64>(b.p.rows + (u64)row * b.p.row_bytes) + i) = v;
+DEVICE void store_word(const Block& b, u32 row, u32 i, bool inside, u64 v) {
+    const u32 words = b.row_words();
+    if (inside || i < words) {
+        *(b.out<u64>(b.p.rows + (u64)row * (8 * words)) + i) = v;
         return;
     }
     const u32 pack = 2 * (i - words);
-    if (pack < b.p.scale_packs) *scale_pack(b.p, b.output, row, pack) = (u32)v;
-    if (pack + 1 < b.p.scale_packs) *scale_pack(b.p, b.output, row, pack + 1) = (u32)(v >> 32);
+    if (pack < b.scale_packs()) *scale_pack(b.p, b.output, row, pack) = (u32)v;
+    if (pack + 1 < b.scale_packs()) *scale_pack(b.p, b.output, row, pack + 1) = (u32)(v >> 32);
 }
-DEVICE void load_group(const Block& b, u32 token, u32 g, Group& group) {
+// Word j of a lane's piece g lies j · groups + g words behind the start of the row.
+DEVICE bool inside(const Block& b, u32 j) { return FIXED && (j + 1) * b.groups() <= b.row_words(); }
+DEVICE void load_row(const Block& b, u32 token, u32 g, Row& row) {
 #pragma unroll
-    for (u32 j = 0; j < GROUP_WORDS; j++) group.v[j] = load_word(b, token, j * b.groups() + g);
+    for (u32 j = 0; j < ROW_WORDS; j++) {
+        const u64 v = load_word(b, token, j * b.groups() + g, inside(b, j));
+        row.w[2 * j] = (u32)v;
+        row.w[2 * j + 1] = (u32)(v >> 32);
+    }
+}
+DEVICE void store_row(const Block& b, u32 to, u32 g, const Row& row) {
+#pragma unroll
+    for (u32 j = 0; j < ROW_WORDS; j++)
+        store_word(b, to, j * b.groups() + g, inside(b, j), (u64)row.w[2 * j + 1] << 32 | row.w[2 * j]);
 }

@@ -1,8 +1,8 @@
 // Positions in a small dispatch, from the ids of all tokens of all ranks.
 #pragma once
-#include "ops/packets/send.cuh"
+#include "ops/packets/incoming.cuh"
 
-// Sets the bits of a token.
+// What a warp enters into the maps of 32 tokens with consecutive numbers: lane n has one of them.
 struct Marks {
     const Block& b;
     u32 number;
@@ -10,128 +10,180 @@ struct Marks {
 
     DEVICE Marks(const Block& block, u32 token) : b(block), number(token) {}
     DEVICE void add(u32 expert) {
-        const u32 r = rank_of(b.p, expert), own = b.me * b.p.local_experts;
+        const u32 r = rank_of(b, expert), own = b.me * b.local_experts();
         ranks |= 1u << r;
-        if (EXPANDED && (b.q.all_experts || r == b.me))
-            atomicOr(b.of_expert + (b.q.all_experts ? expert : expert - own) * b.q.words + number / 32, 1u << number % 32);
-        // Nobody but the caller wants to know, and block 0 tells.
-        if (!EXPANDED && blockIdx.x == 0 && r == b.me) atomicAdd(b.counts + expert - own, 1);
+        if (EXPANDED && (b.all_experts() || r == b.me))
+            atomicOr(b.of_expert + number / 32 * b.maps() + (b.all_experts() ? expert : expert - own), 1u << number % 32);
+        // Nobody but the caller wants to know, and one block tells.
+        if (!EXPANDED && b.clerk() && r == b.me) atomicAdd(b.counts + expert - own, 1);
     }
+    // Whole warp.
     DEVICE void finish() {
 #pragma unroll
-        for (u32 r = 0; r < RANKS; r++)
-            if (ranks >> r & 1) atomicOr(b.to_rank + r * b.q.words + number / 32, 1u << number % 32);
+        for (u32 r = 0; r < RANKS; r++) {
+            const u32 word = warp::ballot(ranks >> r & 1);
+            if (b.lane == 0) b.to_rank[r * b.words() + number / 32] = word;
+        }
     }
 };
 
-// By all threads: learns the ids of every token of every rank.
-DEVICE void read_lanes(const Block& b) {
-    const u32 most = b.p.max_tokens, lanes = b.p.lanes;
-    const u32 count = (id_words(lanes) + 2) / 3;
-    for (u32 i = threadIdx.x; i < RANKS * most; i += THREADS) {
-        const u32 s = i / most, t = i % most;
-        const Vec16 *head_at = b.packets.head(b.me, s), *at = b.packets.lanes(b.me, s, t);
-        Vec16 head, p[2];
-        const bool ok = wait_until(b.d, b.place(PHASE_TOTALS, s, t), b.packets.epoch, [&](u64& seen) {
-            head = arch::ld_packet(head_at);
-            p[0] = arch::ld_packet(at);
-            if (count > 1) p[1] = arch::ld_packet(at + 1);
-            seen = head.w;
-            if (head.w != b.packets.epoch) return false;
-            // Another call: its lanes may be fewer, and nobody waits for them.
-            if (head.x != b.p.call || t >= head.y) return true;
-            seen = p[0].w;
-            return p[0].w == b.packets.epoch && (count == 1 || p[1].w == b.packets.epoch);
-        });
-        if (!ok) {
-            b.control.failed = 1;
-            return;
-        }
-        // Before anything of it is used: other shapes have their ids elsewhere.
-        if (head.x != b.p.call) {
-            if (t == 0) give_up(b.d, b.place(PHASE_PARAMETERS, s, 0), true, b.p.call, head.x, 0);
-            b.control.failed = 1;
-            return;
-        }
-        if (t == 0) b.control.tokens[s] = head.y;
-        const u32 unit = b.unit(s, t), at_unit = unit / gridDim.x * lanes;
-        const bool placed = unit % gridDim.x == blockIdx.x;
-        Marks marks(b, b.number(s, t));
-        for (u32 n = 0; n < count; n++) {
-            Vec16 v = n == 0 ? p[0] : p[1];
-            if (t >= head.y) v = {ALL_LANES, ALL_LANES, ALL_LANES, 0};
-            else if (n > 1 && !b.packets.receive(at + n, b.place(PHASE_TOTALS, s, t), v)) {
-                b.control.failed = 1;
-                return;
-            }
-            const u32 w[3] = {v.x, v.y, v.z};
+// One token, of which a thread learns the ids.
+struct Token {
+    const Block& b;
+    u32 s, t;
+    const Vec16 *head_at, *at;
+    Vec16 head, p[2];
+
+    DEVICE Token(const Block& block, u32 number) : b(block), s(0) {
 #pragma unroll
-            for (u32 j = 0; j < IDS_OF_PACKET; j++) {
-                const u32 k = n * IDS_OF_PACKET + j, id = j & 1 ? w[j / 2] >> 16 : w[j / 2] & 0xffffu;
-                if (k >= lanes) continue;
-                const bool valid = id < b.p.experts;
-                if (placed) b.ids[at_unit + k] = (u16)(valid ? id : 0xffffu);
-                if (valid) marks.add(id);
-            }
+        for (u32 r = 1; r < RANKS; r++) s += number >= r * b.max_tokens();
+        t = number - s * b.max_tokens();
+        head_at = b.packets.head(b.me, s);
+        at = b.packets.lanes(b.me, s, t);
+    }
+    DEVICE Place place() const { return b.place(PHASE_TOTALS, s, t); }
+    DEVICE bool look(u64& seen) {
+        const bool two = id_packets(b.lanes()) > 1;
+        head = arch::ld_packet(head_at);
+        p[0] = arch::ld_packet(at);
+        if (two) p[1] = arch::ld_packet(at + 1);
+        seen = head.w;
+        if (head.w != b.packets.epoch) return false;
+        // Another call: its lanes may be fewer, and nobody waits for them.
+        if (head.x != b.p.call || t >= head.y) return true;
+        seen = p[0].w;
+        return p[0].w == b.packets.epoch && (!two || p[1].w == b.packets.epoch);
+    }
+    // Before anything of it is used: other shapes have their ids elsewhere.
+    DEVICE bool same_call() const {
+        if (head.x == b.p.call) return true;
+        if (t == 0) give_up(b.d, b.place(PHASE_PARAMETERS, s, 0), true, b.p.call, head.x, 0);
+        return false;
+    }
+    // Enters the ids into the maps, and into the list of this block's units. False if a packet does not come.
+    DEVICE bool enter(Marks& marks) {
+        const bool given = t < head.y;
+        const u32 unit = b.unit(s, t), n = b.turn(unit), packets = id_packets(b.lanes());
+        const bool placed = unit - n * gridDim.x == blockIdx.x;
+        u32* ids = b.ids + n * id_words(b.lanes());
+        enter(marks, 0, given, p[0], placed, ids);
+        if (packets > 1) enter(marks, 1, given, p[1], placed, ids);
+#pragma unroll 1
+        for (u32 i = 2; i < packets; i++) {
+            Vec16 v;
+            if (given && !b.packets.receive(at + i, place(), v)) return false;
+            enter(marks, i, given, v, placed, ids);
         }
-        marks.finish();
+        return true;
     }
+
+private:
+    DEVICE void enter(Marks& marks, u32 packet, bool given, const Vec16& v, bool placed, u32* ids) const {
+        const u32 w[WORDS_OF_PACKET] = {given ? v.x : ALL_LANES, given ? v.y : ALL_LANES, given ? v.z : ALL_LANES};
+#pragma unroll
+        for (u32 j = 0; j < IDS_OF_PACKET; j++) {
+            const u32 k = packet * IDS_OF_PACKET + j, id = j & 1 ? w[j / 2] >> 16 : w[j / 2] & 0xffffu;
+            if (k >= b.lanes()) break;
+            if (placed && j % 2 == 0) ids[k / 2] = w[j / 2];
+            if (id < b.experts()) marks.add(id);
+        }
+    }
+};
+
+// By all threads: learns the ids of every token of every rank. Meanwhile each warp looks for what it will place. False after an abort.
+DEVICE bool read_lanes(const Block& b, Incoming& in) {
+    const u32 all = RANKS * b.max_tokens();
+    bool ok = true;
+    for (u32 first = b.warp * 32; ok; first += THREADS) {
+        const bool counts = first < all;
+        // A warp that is too many for this waits for the ids of what it will place: then its part is likely to be there.
+        if (!counts && (first >= THREADS || !in.some)) break;
+        const u32 number = first + b.lane;
+        Marks marks(b, number);
+        if (!counts || number < all) {
+            Token token(b, counts ? number : in.number());
+            ok = wait_until(b.d, token.place(), b.packets.epoch, [&](u64& seen) {
+                in.look();
+                return token.look(seen);
+            });
+            ok = ok && token.same_call() && (!counts || token.enter(marks));
+        }
+        ok = warp::all(ok);
+        if (counts) marks.finish();
+    }
+    return ok;
 }
 
-DEVICE i32 rows_of(const Block& b, u32 map) { return (i32)bits_below(b.of_expert + map * b.q.words, RANKS * b.p.max_tokens); }
-DEVICE i32 padded(const Block& b, i32 rows) { return (rows + b.p.alignment - 1) / b.p.alignment * b.p.alignment; }
-
-// Whether all that comes fits, on every rank. Whole warp r < R.
-DEVICE void check_capacity(const Block& b) {
-    const u32 r = b.warp, local = b.p.local_experts;
-    if (r >= RANKS) return;
-    const u32 tokens = bits_below(b.to_rank + r * b.q.words, RANKS * b.p.max_tokens);
-    i32 rows = (i32)tokens;
-    if (EXPANDED) {
-        i32 sum = 0;
-        for (u32 j = b.lane; j < local; j += 32) sum += padded(b, rows_of(b, r * local + j));
-        rows = warp::get(warp::inclusive_sum(sum, b.lane), 31);
+DEVICE const u32* map_of(const Block& b, u32 expert) { return b.of_expert + expert; }
+DEVICE i32 padded(const Block& b, i32 rows) {
+    const i32 a = (i32)b.p.alignment;
+    if ((a & (a - 1)) == 0) return (rows + a - 1) & -a;
+    return (rows + a - 1) / a * a;
+}
+// Rows and gaps before the 32 experts among which a local expert is.
+DEVICE i32 rows_before(const Block& b, u32 local) {
+    i32 n = 0;
+    if constexpr (FIXED && FIXED_EXPERTS / RANKS <= 512) {
+#pragma unroll
+        for (u32 c = 0; c < (FIXED_EXPERTS / RANKS + 31) / 32; c++) n += c < local / 32 ? b.control.sums[c] : 0;
+    } else {
+#pragma unroll 4
+        for (u32 c = 0; c < local / 32; c++) n += b.control.sums[c];
     }
-    if (b.lane != 0) return;
-    b.control.rows[r] = rows;
-    if (tokens > b.p.token_capacity || (u32)rows > b.p.row_capacity) atomicMin(&b.control.over, r);
+    return n;
 }
 
-// By all threads, after a block barrier: rows of each local expert and where they start. Ends with a block barrier.
+// By all threads, after a block barrier: rows of each local expert, and where they start. Ends with a block barrier.
 DEVICE void count(const Block& b) {
-    if (EXPANDED || blockIdx.x == 0) {
-        const u32 local = b.p.local_experts, first = b.q.all_experts ? b.me * local : 0;
-        i32 before = 0;
-        for (u32 j0 = 0; j0 < local; j0 += THREADS) {
-            const u32 j = j0 + threadIdx.x;
-            const i32 rows = j < local ? EXPANDED ? rows_of(b, first + j) : b.counts[j] : 0, space = padded(b, rows);
-            const i32 sum = warp::inclusive_sum(space, b.lane);
-            if (b.lane == 31) b.control.sums[b.warp] = sum;
-            __syncthreads();
-            i32 start = before + sum - space;
-#pragma unroll
-            for (u32 w = 0; w < WARPS; w++) {
-                if (w < b.warp) start += b.control.sums[w];
-                before += b.control.sums[w];
-            }
-            if (j < local) {
-                b.counts[j] = rows;
-                b.start[j] = start;
-            }
-            __syncthreads();
+    const u32 local = b.local_experts(), first = b.all_experts() ? b.me * local : 0;
+    for (u32 j0 = b.warp * 32; j0 < local; j0 += THREADS) {
+        const u32 j = j0 + b.lane;
+        i32 rows = 0;
+        if (j < local) rows = EXPANDED ? (i32)bits(b, map_of(b, first + j), b.maps()) : b.counts[j];
+        const i32 space = padded(b, rows), sum = warp::inclusive_sum(space, b.lane);
+        if (j < local) {
+            b.counts[j] = rows;
+            b.start[j] = sum - space;
         }
-        if (threadIdx.x == 0) b.start[local] = before;
+        if (b.lane == 31) b.control.sums[j0 / 32] = sum;
     }
-    if (b.q.limited) check_capacity(b);
+    __syncthreads();
+}
+// By all threads, after `count`: starts from the first row of all. Ends with a block barrier.
+DEVICE void finish_starts(const Block& b) {
+    const u32 local = b.local_experts();
+    for (u32 j = threadIdx.x; j <= local; j += THREADS) b.start[j] = (j < local ? b.start[j] : 0) + rows_before(b, j == local ? (local + 31) / 32 * 32 : j);
+    __syncthreads();
+    for (u32 c = threadIdx.x; c < (local + 31) / 32; c += THREADS) b.control.sums[c] = 0;
     __syncthreads();
 }
 
+// By all threads, after a block barrier: whether all that comes fits, on every rank. Ends with a block barrier.
+DEVICE void check_capacity(const Block& b) {
+    const u32 r = b.warp, local = b.local_experts();
+    if (r < RANKS) {
+        const u32 tokens = bits(b, b.to_rank + r * b.words(), 1);
+        i32 rows = (i32)tokens;
+        if (EXPANDED) {
+            i32 sum = 0;
+            for (u32 j = b.lane; j < local; j += 32) sum += padded(b, (i32)bits(b, map_of(b, r * local + j), b.maps()));
+            rows = warp::get(warp::inclusive_sum(sum, b.lane), 31);
+        }
+        if (b.lane == 0) {
+            b.control.rows[r] = rows;
+            if (tokens > b.p.token_capacity || (u32)rows > b.p.row_capacity) atomicMin(&b.control.over, r);
+        }
+    }
+    __syncthreads();
+}
+
+// By all threads, after `finish_starts`.
 DEVICE void write_counts(const Block& b) {
-    const u32 over = b.control.over, r = over == RANKS ? b.me : over, local = b.p.local_experts, all = b.p.max_tokens;
-    const u32* map = b.to_rank + r * b.q.words;
-    const i32 tokens = (i32)bits_below(map, RANKS * all);
+    const u32 over = b.control.over, r = over == RANKS ? b.me : over, local = b.local_experts();
+    const u32* map = b.to_rank + r * b.words();
+    const i32 tokens = (i32)bits(b, map, 1);
     i32 rows = tokens;
     if (EXPANDED) rows = over == RANKS ? b.start[local] : b.control.rows[r];
     write_counts(b.p, b.handle, b.packets.epoch, {over, tokens, rows}, b.start, [&](u32 j) { return b.counts[j]; },
-                 [&](u32 s) { return (i32)bits_below(map, (s + 1) * all); });
+                 [&](u32 s) { return (i32)bits_below(b, map, 1, (s + 1) * b.max_tokens()); });
 }

@@ -8,28 +8,30 @@ struct Unit {
     u32 s, t, number;
     i32 expert, dest;  // −1 for none
     u32 here;          // lanes whose experts live here
-    u32 index;         // token index, if `here`
-    i32 row;           // of this lane: −1 for lanes that live elsewhere
+    i32 row = -1;      // of this lane: −1 for lanes that live elsewhere
 
-    DEVICE Unit(const Block& block, u32 unit, u32 n) : b(block), s((unit + b.me) % RANKS), t(unit / RANKS), number(b.number(s, t)), index(0), row(-1) {
-        const u32 id = b.lane < b.p.lanes ? b.ids[n * b.p.lanes + b.lane] : 0xffffu;
-        expert = id == 0xffffu || b.control.over != RANKS ? -1 : (i32)id;
-        dest = expert < 0 ? -1 : (i32)rank_of(b.p, expert);
+    DEVICE Unit(const Block& block, const Incoming& in) : b(block), s(in.s), t(in.t), number(in.number()) {
+        const u32 words = b.lane < b.lanes() ? b.ids[in.turn * id_words(b.lanes()) + b.lane / 2] : ALL_LANES;
+        const u32 id = b.lane & 1 ? words >> 16 : words & 0xffffu;
+        expert = id >= b.experts() || b.control.over != RANKS ? -1 : (i32)id;
+        dest = expert < 0 ? -1 : (i32)rank_of(b, (u32)expert);
         here = warp::ballot(dest == (i32)b.me);
     }
+    // Token index, if some lane lives here.
+    DEVICE u32 index() const { return bits_below(b, b.to_rank + b.me * b.words(), 1, number); }
     DEVICE void find() {
-        if (here == 0) return;
-        index = bits_below(b.to_rank + b.me * b.q.words, number);
-        if (dest != (i32)b.me) return;
-        row = (i32)index;
         if (EXPANDED) {
-            const u32 e = expert - b.me * b.p.local_experts;
-            row = b.start[e] + (i32)bits_below(b.of_expert + (b.q.all_experts ? (u32)expert : e) * b.q.words, number);
+            if (dest != (i32)b.me) return;
+            const u32 local = (u32)expert - b.me * b.local_experts();
+            row = rows_before(b, local) + b.start[local] + (i32)bits_below(b, map_of(b, b.all_experts() ? (u32)expert : local), b.maps(), number);
+        } else if (here) {
+            const i32 at = (i32)index();
+            if (dest == (i32)b.me) row = at;
         }
     }
     // Tables of the handle.
-    DEVICE void write_handle() const {
-        const u32 k = b.lane, lanes = b.p.lanes;
+    DEVICE void write_handle(u32 index) const {
+        const u32 k = b.lane, lanes = b.lanes();
         if (k < lanes) b.mine<i32>(b.p.lane_place)[(u64)number * lanes + k] = row;
         if (here) {
             if (k == 0) b.mine<u64>(b.p.source)[index] = (u64)here << 32 | number;
@@ -42,88 +44,54 @@ struct Unit {
             if (EXPANDED) b.mine<i32>(b.p.own_row)[(u64)t * lanes + k] = row;
         }
         if (k >= RANKS) return;
-        const u32* map = b.to_rank + k * b.q.words;
+        const u32* map = b.to_rank + k * b.words();
         const bool goes = b.control.over == RANKS && bit(map, number);
-        const i32 at = goes ? (i32)bits_below(map, number) : -1;
+        const i32 at = goes ? (i32)bits_below(b, map, 1, number) : -1;
         b.mine<i32>(b.p.sent_row)[(u64)t * RANKS + k] = EXPANDED && k == b.me ? (here ? first : -1) : at;
         if (EXPANDED) b.mine<i32>(b.p.sent_index)[(u64)t * RANKS + k] = at;
     }
     // Ids of the output.
-    DEVICE void write_ids() const {
-        if (EXPANDED || here == 0 || b.lane >= b.p.lanes) return;
-        const u64 at = (u64)index * b.p.lanes + b.lane;
-        const i32 local = dest == (i32)b.me ? expert - (i32)(b.me * b.p.local_experts) : -1;
+    DEVICE void write_ids(u32 index) const {
+        if (EXPANDED || here == 0 || b.lane >= b.lanes()) return;
+        const u64 at = (u64)index * b.lanes() + b.lane;
+        const i32 local = dest == (i32)b.me ? expert - (i32)(b.me * b.local_experts()) : -1;
 #if INDEX_BITS == 64
         b.out<i64>(b.p.lane_expert)[at] = local;
 #else
         b.out<i32>(b.p.lane_expert)[at] = local;
 #endif
     }
-    // Weights of the output. Whole warp; false after an abort.
-    DEVICE bool write_weights() const {
-        if (!b.p.weights || here == 0) return true;
-        const u32 k = b.lane, lanes = b.p.lanes, word = id_words(lanes) + k;
-        const u64 at = (u64)index * lanes + k;
-        bool ok = true;
-        if (k < lanes) {
-            u32 weight;
-            if (s == b.me) {
-                weight = ((const u32*)b.p.weights)[(u64)t * lanes + k];
-            } else {
-                Vec16 v;
-                ok = b.packets.receive(b.packets.lanes(b.me, s, t) + word / 3, b.place(PHASE_TOTALS, s, t), v);
-                weight = word % 3 == 0 ? v.x : word % 3 == 1 ? v.y : v.z;
-            }
-            if (ok) {
-                if (!EXPANDED || s != b.me) b.out<u32>(b.p.lane_weight)[at] = weight;
-                if (EXPANDED && row >= 0) b.out<u32>(b.p.row_weight)[row] = weight;
-            }
-        }
-        return warp::all(ok);
+    // Weight of lane k in the output.
+    DEVICE void write_weight(u32 index, u32 weight) const {
+        if (!EXPANDED || s != b.me) b.out<u32>(b.p.lane_weight)[(u64)index * b.lanes() + b.lane] = weight;
+        if (EXPANDED && row >= 0) b.out<u32>(b.p.row_weight)[row] = weight;
     }
 };
 
-// By all warps: the units of this block, a part of a row each.
-DEVICE void place_rows(const Block& b) {
-    const u32 groups = b.groups(), parts = (groups + 31) / 32;
-    for (u32 item = b.warp;; item += WARPS) {
-        const u32 n = item / parts, part = item % parts, number = blockIdx.x + gridDim.x * n;
-        if (number >= RANKS * b.p.max_tokens) return;
-        Unit unit(b, number, n);
-        const u32 g = part * 32 + b.lane;
-        const bool mine = unit.here && g < groups, own = unit.s == b.me;
-        const Vec16* from = b.packets.row(b.me, own ? b.me + 1 : unit.s, unit.t);
-        Group group;
-        Vec16 p[GROUP_PACKETS];
-        if (mine && own) load_group(b, unit.t, g, group);
-        if (mine && !own) b.packets.load(from, groups, g, p);
-        unit.find();
-        if (part == 0) {
-            if (!b.cached()) unit.write_handle();
-            unit.write_ids();
-        }
-        bool ok = true;
-        if (mine && !own) ok = b.packets.receive(from, groups, g, p, b.place(PHASE_ARRIVAL, unit.s, unit.t), group);
-        ok = warp::all(ok);
-        if (ok) {
+// One item of a warp, at which it has looked before. Whole warp; false after an abort.
+DEVICE bool place(const Block& b, Incoming& in) {
+    Unit unit(b, in);
+    unit.find();
+    if (!in.row()) {
+        const u32 index = unit.index();
+        if (!b.cached()) unit.write_handle(index);
+        unit.write_ids(index);
+    }
+    if (unit.here) {
+        if (!warp::all(in.wait())) return false;
+        if (in.row()) {
+            Row row;
+            row.take(in.p);
+#pragma unroll 1
             for (u32 rest = unit.here; rest; rest = EXPANDED ? rest & (rest - 1) : 0) {
-                const u32 row = (u32)warp::get(unit.row, __ffs(rest) - 1);
-                if (!mine) continue;
-#pragma unroll
-                for (u32 j = 0; j < GROUP_WORDS; j++) store_word(b, row, j * groups + g, group.v[j]);
+                const u32 to = (u32)warp::get(unit.row, __ffs(rest) - 1);
+                if (in.waits) store_row(b, to, in.g(), row);
             }
-            if (part == 0) ok = unit.write_weights();
-        }
-        if (!ok) {
-            b.control.failed = 1;
-            return;
+        } else if (in.waits) {
+            unit.write_weight(unit.index(), in.weight());
         }
     }
-}
-
-// By all threads, after a block barrier: one slot of each peer.
-DEVICE void scrub(const Block& b) {
-    const u32 t = b.packets.scrubbed();
-    for (u32 s = 0; s < RANKS; s++)
-        if (s != b.me && b.unit(s, t) % gridDim.x == blockIdx.x) b.packets.scrub(b.packets.row(b.me, s, t), b.q.area.row_stride);
+    // What is not here was not waited for. If it comes all the same, its packets carry this epoch's tag.
+    if (in.row()) in.scrub();
+    return true;
 }

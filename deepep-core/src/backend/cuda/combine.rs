@@ -73,7 +73,9 @@ impl Setting {
             return Err(Error::invalid("combine shape", format!("{shape:?}"), need));
         }
         let form = match &self.layout.workspace.packets {
-            Some(packets) if sums(shape) => Form::Packets(PacketGrid::combine(shape, self.limits, packets)),
+            Some(packets) if sums(shape) => {
+                Form::Packets(PacketGrid::combine(shape, dispatched.experts, self.limits, packets))
+            }
             _ => Form::Rows(CombineGrid::new(shape, self.limits, self.combine_roles)?),
         };
         let sets = &self.layout.receive;
@@ -127,7 +129,18 @@ impl CombineNumbers {
         let CombineShape { ranks, placement, .. } = self.shape;
         match self.form {
             Form::Rows(_) => Program::Combine { ranks, placement, reduce_first: sums(&self.shape) },
-            Form::Packets(_) => Program::PacketCombine { ranks, placement },
+            Form::Packets(_) => Program::PacketCombine { ranks, placement, sizes: None },
+        }
+    }
+
+    /// The kernel that is made for these sizes, if there is one.
+    pub(super) fn program_for_sizes(&self) -> Option<Program> {
+        let CombineShape { ranks, placement, .. } = self.shape;
+        match self.form {
+            Form::Rows(_) => None,
+            Form::Packets(grid) => {
+                grid.sizes().map(|sizes| Program::PacketCombine { ranks, placement, sizes: Some(sizes) })
+            }
         }
     }
 
@@ -165,7 +178,8 @@ impl Engine {
         dispatched: &DispatchShape,
     ) -> Result<CombinePlan> {
         let numbers = self.setting.combine(shape, dispatched)?;
-        Ok(CombinePlan { kernel: self.kernels.get(numbers.program())?, numbers })
+        let kernel = self.kernels.best(numbers.program_for_sizes(), numbers.program())?;
+        Ok(CombinePlan { kernel, numbers })
     }
 
     /// Enqueues a combine.

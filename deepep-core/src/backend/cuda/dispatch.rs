@@ -152,7 +152,21 @@ impl DispatchNumbers {
         let DispatchShape { ranks, placement, index, .. } = self.shape;
         match self.form {
             Form::Rows(_) => Program::Dispatch { ranks, placement, index },
-            Form::Packets(_) => Program::PacketDispatch { ranks, placement, index },
+            Form::Packets(_) => Program::PacketDispatch { ranks, placement, index, sizes: None },
+        }
+    }
+
+    /// The kernel that is made for these sizes, if there is one.
+    pub(super) fn program_for_sizes(&self) -> Option<Program> {
+        let DispatchShape { ranks, placement, index, .. } = self.shape;
+        match self.form {
+            Form::Rows(_) => None,
+            Form::Packets(grid) => grid.sizes().map(|sizes| Program::PacketDispatch {
+                ranks,
+                placement,
+                index,
+                sizes: Some(sizes),
+            }),
         }
     }
 
@@ -194,7 +208,8 @@ impl Engine {
     /// Prepares a dispatch: compiles and loads its kernel if need be.
     pub(crate) fn plan_dispatch(&self, shape: &DispatchShape) -> Result<DispatchPlan> {
         let numbers = self.setting.dispatch(shape)?;
-        Ok(DispatchPlan { kernel: self.kernels.get(numbers.program())?, numbers })
+        let kernel = self.kernels.best(numbers.program_for_sizes(), numbers.program())?;
+        Ok(DispatchPlan { kernel, numbers })
     }
 
     /// Enqueues a dispatch.

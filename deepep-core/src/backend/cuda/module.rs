@@ -103,6 +103,16 @@ impl Kernels {
         Ok(kernel)
     }
 
+    /// The kernel that was made for a call's sizes, if it was loaded (a call compiles nothing that it can do without), or else the one for all.
+    pub(super) fn best(&self, for_sizes: Option<Program>, for_all: Program) -> Result<Arc<Kernel>> {
+        let loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(kernel) = for_sizes.and_then(|program| loaded.get(&program)) {
+            return Ok(kernel.clone());
+        }
+        drop(loaded);
+        self.get(for_all)
+    }
+
     /// Loads kernels, so that no later call does. `party` of `parties` does so at the same time.
     pub(super) fn load_all(&self, programs: &[Program], party: usize, parties: usize) -> Result<()> {
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);

@@ -6,9 +6,9 @@ use crate::error::{Error, Result};
 use crate::jit::params::{
     CombineParams, DispatchParams, PacketArea, PacketCombineParams, PacketDispatchParams,
 };
-use crate::jit::{PACKET_CONTROL_BYTES, THREADS};
+use crate::jit::{PACKET_COMBINE_THREADS, PACKET_CONTROL_BYTES, PACKET_DISPATCH_THREADS, PacketSizes};
 use crate::layout::{
-    CombineShape, DispatchShape, MAX_BLOCKS, PacketLayout, Placement, align_up, packet_groups,
+    CombineShape, DispatchShape, MAX_BLOCKS, PacketLayout, Placement, align_up, back_groups, packet_groups,
 };
 
 /// Where packets lie, for kernels.
@@ -34,22 +34,25 @@ fn area(p: &PacketLayout, max_tokens: usize) -> PacketArea {
 pub(super) struct PacketGrid {
     area: PacketArea,
     blocks: usize,
+    threads: usize,
     groups: usize,
-    /// Words of a map, and number of maps.
+    /// Words of a map.
     words: usize,
-    maps: usize,
     all_experts: bool,
     limited: bool,
+    of_expert: usize,
     start: usize,
     counts: usize,
     ids: usize,
     shared_bytes: usize,
+    /// What the kernel can be compiled for.
+    sizes: Option<PacketSizes>,
 }
 
 impl PacketGrid {
-    /// One block for each token of each rank, as far as there are multiprocessors.
-    fn blocks(units: usize, limits: Limits) -> usize {
-        units.clamp(1, limits.blocks.clamp(1, MAX_BLOCKS))
+    /// Blocks that share the work, and one that tells what is told once, as far as there are multiprocessors.
+    fn blocks(shares: usize, limits: Limits) -> usize {
+        (shares + 1).clamp(1, limits.blocks.clamp(1, MAX_BLOCKS))
     }
 
     pub(super) fn dispatch(shape: &DispatchShape, limits: Limits, packets: &PacketLayout) -> Result<Self> {
@@ -67,11 +70,12 @@ impl PacketGrid {
             true if all_experts => shape.experts,
             true => local,
         };
-        let (words, maps) = (units.div_ceil(32), shape.ranks + expert_maps);
-        let start = align_up(PACKET_CONTROL_BYTES + words * maps * 4, 16);
+        let words = units.div_ceil(32);
+        let of_expert = align_up(PACKET_CONTROL_BYTES + words * ranks * 4, 16);
+        let start = align_up(of_expert + words * expert_maps * 4, 16);
         let counts = align_up(start + (local + 1) * 4, 16);
         let ids = align_up(counts + local * 4, 16);
-        let shared_bytes = ids + units.div_ceil(blocks) * shape.topk * 2;
+        let shared_bytes = ids + units.div_ceil(blocks) * topk.div_ceil(2) * 4;
         if shared_bytes > limits.shared_bytes {
             let need = format!(
                 "{} experts and top-{} on {blocks} blocks need {shared_bytes} bytes of shared memory, of {}",
@@ -80,36 +84,53 @@ impl PacketGrid {
             return Err(Error::invalid("max_tokens", shape.max_tokens, need));
         }
         let groups = packet_groups(shape.row_bytes + shape.scale_bytes());
+        let (experts, row_bytes, scale_packs) = (shape.experts, shape.row_bytes, shape.scale_packs);
         Ok(Self {
             area: area(packets, max_tokens),
             blocks,
+            threads: PACKET_DISPATCH_THREADS,
             groups,
             words,
-            maps,
             all_experts,
             limited,
+            of_expert,
             start,
             counts,
             ids,
             shared_bytes,
+            sizes: (!limited).then_some(PacketSizes { max_tokens, topk, experts, row_bytes, scale_packs }),
         })
     }
 
-    pub(super) fn combine(shape: &CombineShape, limits: Limits, packets: &PacketLayout) -> Self {
-        // Tokens that come from others, or own ones.
-        let units = (shape.ranks - 1).max(1) * shape.max_tokens;
+    /// `experts`: of all ranks.
+    pub(super) fn combine(
+        shape: &CombineShape,
+        experts: usize,
+        limits: Limits,
+        packets: &PacketLayout,
+    ) -> Self {
+        let (max_tokens, topk, row_bytes) = (shape.max_tokens, shape.topk, shape.row_bytes);
+        let groups = back_groups(row_bytes);
+        // Half of the warps sum what came from each peer, the others own tokens; with one rank all of them do.
+        let (peers, warps) = match shape.ranks {
+            1 => (1, PACKET_COMBINE_THREADS / 32),
+            ranks => (ranks - 1, PACKET_COMBINE_THREADS / 64),
+        };
+        let items = peers * max_tokens * groups.div_ceil(32);
         Self {
-            blocks: Self::blocks(units, limits),
-            area: area(packets, shape.max_tokens),
-            groups: packet_groups(shape.row_bytes),
+            blocks: Self::blocks(items.div_ceil(warps), limits),
+            threads: PACKET_COMBINE_THREADS,
+            area: area(packets, max_tokens),
+            groups,
             words: 0,
-            maps: 0,
             all_experts: false,
             limited: false,
+            of_expert: 0,
             start: 0,
             counts: 0,
             ids: 0,
             shared_bytes: 0,
+            sizes: Some(PacketSizes { max_tokens, topk, experts, row_bytes, scale_packs: 0 }),
         }
     }
 
@@ -120,12 +141,17 @@ impl PacketGrid {
             area: self.area,
             groups: self.groups as u32,
             words: self.words as u32,
-            maps: (self.words * self.maps) as u32,
+            per_block: match self.blocks {
+                1 => 0,
+                blocks => ((1 << 32) / blocks as u64 + 1) as u32,
+            },
             all_experts: u32::from(self.all_experts),
             limited: u32::from(self.limited),
+            of_expert: self.of_expert as u32,
             start: self.start as u32,
             counts: self.counts as u32,
             ids: self.ids as u32,
+            reserved: 0,
         }
     }
 
@@ -134,8 +160,13 @@ impl PacketGrid {
         PacketCombineParams { call, area: self.area, groups: self.groups as u32, reserved: 0 }
     }
 
+    /// The sizes that a kernel of this grid can be compiled for.
+    pub(super) fn sizes(&self) -> Option<PacketSizes> {
+        self.sizes
+    }
+
     pub(super) fn launch(&self) -> LaunchShape {
-        LaunchShape { blocks: self.blocks, threads: THREADS, shared_bytes: self.shared_bytes }
+        LaunchShape { blocks: self.blocks, threads: self.threads, shared_bytes: self.shared_bytes }
     }
 }
 
@@ -164,13 +195,33 @@ mod tests {
     fn a_decode_batch() {
         let mut shape = dispatch(2, 128, Placement::Expanded);
         let g = PacketGrid::dispatch(&shape, HOPPER, &packets(&shape)).unwrap();
-        assert_eq!((g.blocks, g.groups, g.words, g.maps), (132, 132, 8, 130));
-        assert!(!g.limited && g.shared_bytes < 8192, "{g:?}");
+        assert_eq!((g.blocks, g.groups, g.words), (132, 132, 8));
+        assert!(!g.limited && g.sizes.is_some() && g.shared_bytes < 8192, "{g:?}");
         shape.row_capacity -= 1;
         let g = PacketGrid::dispatch(&shape, HOPPER, &packets(&shape)).unwrap();
-        assert!(g.limited && g.all_experts && g.maps == 258);
-        let g = PacketGrid::combine(&combine(2, 8, Placement::Plain, true), HOPPER, &packets(&shape));
-        assert_eq!((g.blocks, g.groups), (64, 256));
+        assert!(g.limited && g.all_experts && g.sizes.is_none());
+        assert_eq!(g.start - g.of_expert, 8 * 256 * 4);
+        // A warp for each part of each row that is sent or summed, and a block that has none.
+        let mut back = combine(2, 8, Placement::Plain, true);
+        for (max_tokens, blocks) in [(1, 5), (32, 129), (128, 132)] {
+            back.max_tokens = max_tokens;
+            let g = PacketGrid::combine(&back, 256, HOPPER, &packets(&shape));
+            assert_eq!((g.blocks, g.groups), (blocks, 512));
+        }
+    }
+
+    #[test]
+    fn units_are_divided_by_blocks() {
+        let shape = dispatch(8, 256, Placement::Plain);
+        for blocks in 1..=200 {
+            let limits = Limits { blocks, ..HOPPER };
+            let grid = PacketGrid::dispatch(&shape, limits, &packets(&shape)).unwrap();
+            let factor = u64::from(grid.dispatch_params(DispatchParams::default()).per_block);
+            for unit in 0..2048u64 {
+                let turn = if factor == 0 { unit } else { unit * factor >> 32 };
+                assert_eq!(turn, unit / grid.blocks as u64, "{unit} of {blocks}");
+            }
+        }
     }
 
     #[test]

@@ -63,6 +63,7 @@ T __shfl_up_sync(u32 mask, T value, unsigned distance) {
     const int lane = (int)(threadIdx.x % 32);
     return __shfl_sync(mask, value, lane >= (int)distance ? lane - (int)distance : lane);
 }
+inline u32 __umulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline int __ffs(u32 v) { return __builtin_ffs((int)v); }
 inline int __clz(u32 v) { return v ? __builtin_clz(v) : 32; }

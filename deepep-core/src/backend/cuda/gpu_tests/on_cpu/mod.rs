@@ -20,9 +20,9 @@ fn programs(ranks: usize, placement: Placement) -> Vec<Program> {
     let index = IndexWidth::Bits64;
     let mut all = vec![
         Program::Dispatch { ranks, placement, index },
-        Program::PacketDispatch { ranks, placement, index },
+        Program::PacketDispatch { ranks, placement, index, sizes: None },
         Program::Combine { ranks, placement, reduce_first: true },
-        Program::PacketCombine { ranks, placement },
+        Program::PacketCombine { ranks, placement, sizes: None },
     ];
     if placement == Placement::Expanded {
         all.push(Program::Combine { ranks, placement, reduce_first: false });

@@ -74,29 +74,31 @@ DEVICE bool broken(const Domain& d, u32 operation, u32 epoch) {
     return true;
 }
 
-// Polls `ready` until it is true. `ready(seen)` stores what it saw. It is in the code once, and the clock is looked at only if it takes long: short
-// waits are what matters.
+// Polls `ready` until it is true. `ready(at, seen)` says what it saw, and may say in `at` what is missing, if it looks at several things at once.
+template <class Ready>
+DEVICE bool wait_for_all(const Domain& d, Place at, u64 expected, Ready ready) {
+    u64 seen = 0, start = 0, waited = 0;
+    bool late = false;
+    // One place where `ready` is asked: kernels are large enough.
+    for (u32 n = 0;; n++) {
+        if (ready(at, seen)) return true;
+        if (late) break;
+        if (n == 0) start = arch::now_ns();
+        if (n % 32 != 31) continue;
+        if (aborted(d)) break;
+        // Blocks of one rank wait for each other only because one of them waits for a peer. That one gives up first, so that the record
+        // names the peer and not this rank.
+        waited = arch::now_ns() - start;
+        late = waited > d.timeout_ns + (at.peer == d.rank ? d.timeout_ns / 2 : 0);
+    }
+    give_up(d, at, late, expected, seen, late ? waited : 0);
+    return false;
+}
+
+// Polls `ready` until it is true. `ready(seen)` stores what it saw.
 template <class Ready>
 DEVICE bool wait_until(const Domain& d, const Place& at, u64 expected, Ready ready) {
-    // Blocks of one rank wait for each other only because one of them waits for a peer. That one gives up first, so that the record
-    // names the peer and not this rank.
-    const u64 limit = d.timeout_ns + (at.peer == d.rank ? d.timeout_ns / 2 : 0);
-    u64 seen = 0, start = 0, waited = 0;
-    bool left = false;
-#pragma unroll 1
-    for (u32 n = 1; !ready(seen); n++) {
-        if (left || waited > limit) {
-            give_up(d, at, !left, expected, seen, waited);
-            return false;
-        }
-        if (n % 32) continue;
-        const u64 now = arch::now_ns();
-        if (start == 0) start = now;
-        // Looked once more after the deadline: whoever did not run meanwhile has not seen what came.
-        waited = now - start;
-        left = aborted(d);
-    }
-    return true;
+    return wait_for_all(d, at, expected, [&](Place&, u64& seen) { return ready(seen); });
 }
 
 // Waits for a flag that holds an epoch and never goes past it, then acquires.

@@ -10,8 +10,9 @@
 #include "arch/launch.cuh"
 #include "ops/packets/place.cuh"
 
-// At most half of the registers of a multiprocessor: the next kernel starts early beside this one.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) deepep_packet_dispatch(const __grid_constant__ PacketDispatchParams q) {
+// At most half of the registers of a multiprocessor: the next kernel starts early beside this one. Among more than two ranks only if sizes are constants.
+constexpr u32 BESIDE = FIXED || RANKS <= 2 ? 2 : 1;
+extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_dispatch(const __grid_constant__ PacketDispatchParams q) {
     extern __shared__ __align__(128) u8 shared[];
     arch::launch_dependents();
     arch::wait_for_predecessor();
@@ -61,6 +62,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) deepep_packet_dispatch(
         ok = place(b, in);
     }
     if (EXPANDED && ok && b.p.zero_padding && b.control.over == RANKS)
-        zero_gaps(b.p, b.output, b.start, b.counts, b.lane, blockIdx.x * WARPS + b.warp, gridDim.x * WARPS);
+        zero_gaps(b.p, b.output(), b.start, b.counts, b.lane, blockIdx.x * WARPS + b.warp, gridDim.x * WARPS);
     store_epoch(packet_counter(b.d, PACKETS_DISPATCH, 0), b.packets.epoch);
 }

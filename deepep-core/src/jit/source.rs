@@ -78,8 +78,8 @@ pub enum Program {
 pub(crate) const THREADS: usize = 512;
 /// Threads of a block of a combine that sums before it sends: three warps on each quarter of a multiprocessor, for more registers.
 pub(crate) const SUM_THREADS: usize = 384;
-/// Threads of a block of a dispatch and of a combine in packets: with 72 and 128 registers a thread one block of each fits on a multiprocessor.
-pub(crate) const PACKET_DISPATCH_THREADS: usize = 448;
+/// Threads of a block of a dispatch and of a combine in packets: with 80 and 128 registers a thread one block of each fits on a multiprocessor.
+pub(crate) const PACKET_DISPATCH_THREADS: usize = 384;
 pub(crate) const PACKET_COMBINE_THREADS: usize = 256;
 /// Shared memory of the control words of a block of a dispatch in packets.
 pub(crate) const PACKET_CONTROL_BYTES: usize = 320;

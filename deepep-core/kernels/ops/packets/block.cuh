@@ -32,16 +32,15 @@ struct Block {
     i32* start;      // [EL + 1]: first row of each local expert, counted from the first of its 32
     i32* counts;     // [EL]
     u32* ids;        // [units of this block][words of ids]
-    u64 handle, output;
     u32 me, lane, warp;
 
     DEVICE Block(const PacketDispatchParams& params, u8* shared)
         : q(params), p(params.call), d(params.call.domain), packets(d, params.area), control(*(Control*)shared),
           to_rank((u32*)(shared + PACKET_CONTROL_BYTES)), of_expert((u32*)(shared + params.of_expert)), start((i32*)(shared + params.start)),
-          counts((i32*)(shared + params.counts)), ids((u32*)(shared + params.ids)),
-          handle(d.heap[d.rank] + p.handles + (u64)(p.place >> 8 & 0xfff) * p.handle_stride),
-          output(d.heap[d.rank] + p.outputs + (u64)(p.place & 0xff) * p.output_stride), me(d.rank), lane(threadIdx.x % 32),
-          warp(threadIdx.x / 32) {}
+          counts((i32*)(shared + params.counts)), ids((u32*)(shared + params.ids)), me(d.rank), lane(threadIdx.x % 32), warp(threadIdx.x / 32) {}
+    // Found anew each time: few registers matter more.
+    DEVICE u64 handle() const { return d.heap[me] + p.handles + (u64)(p.place >> 8 & 0xfff) * p.handle_stride; }
+    DEVICE u64 output() const { return d.heap[me] + p.outputs + (u64)(p.place & 0xff) * p.output_stride; }
 
     // Sizes: constants in a kernel that was compiled for them.
     DEVICE u32 max_tokens() const { return FIXED ? FIXED_MAX_TOKENS : p.max_tokens; }
@@ -62,9 +61,9 @@ struct Block {
     DEVICE bool clerk() const { return blockIdx.x == gridDim.x - 1; }
     DEVICE Begun begun() const { return packets.begun(PACKETS_DISPATCH, OPERATION_DISPATCH, p.call); }
     template <class T>
-    DEVICE T* mine(u64 offset) const { return (T*)(handle + offset); }
+    DEVICE T* mine(u64 offset) const { return (T*)(handle() + offset); }
     template <class T>
-    DEVICE T* out(u64 offset) const { return (T*)(output + offset); }
+    DEVICE T* out(u64 offset) const { return (T*)(output() + offset); }
     DEVICE Place place(u32 phase, u32 peer, u32 index) const { return {OPERATION_DISPATCH, phase, packets.epoch, peer, index}; }
     DEVICE u32 number(u32 s, u32 t) const { return s * max_tokens() + t; }
     DEVICE u32 unit(u32 s, u32 t) const { return t * RANKS + (s + RANKS - me) % RANKS; }
@@ -118,8 +117,8 @@ DEVICE u32 bits(const Block& b, const u32* map, u32 step) {
 DEVICE bool bit(const u32* map, u32 at) { return map[at / 32] >> (at % 32) & 1; }
 
 // Packets of a token's lanes: ids, two a word, then weights.
-DEVICE u32 id_words(u32 lanes) { return (lanes + 1) / 2; }
-DEVICE u32 id_packets(u32 lanes) { return (id_words(lanes) + WORDS_OF_PACKET - 1) / WORDS_OF_PACKET; }
+DEVICE constexpr u32 id_words(u32 lanes) { return (lanes + 1) / 2; }
+DEVICE constexpr u32 id_packets(u32 lanes) { return (id_words(lanes) + WORDS_OF_PACKET - 1) / WORDS_OF_PACKET; }
 
 // Word i of eight bytes of what travels for a token: its row, then its scale packs. `inside`: known to be of the row.
 DEVICE u64 load_word(const Block& b, u32 token, u32 i, bool inside) {
@@ -139,8 +138,8 @@ DEVICE void store_word(const Block& b, u32 row, u32 i, bool inside, u64 v) {
         return;
     }
     const u32 pack = 2 * (i - words);
-    if (pack < b.scale_packs()) *scale_pack(b.p, b.output, row, pack) = (u32)v;
-    if (pack + 1 < b.scale_packs()) *scale_pack(b.p, b.output, row, pack + 1) = (u32)(v >> 32);
+    if (pack < b.scale_packs()) *scale_pack(b.p, b.output(), row, pack) = (u32)v;
+    if (pack + 1 < b.scale_packs()) *scale_pack(b.p, b.output(), row, pack + 1) = (u32)(v >> 32);
 }
 // Word j of a lane's piece g lies j · groups + g words behind the start of the row.
 DEVICE bool inside(const Block& b, u32 j) { return FIXED && (j + 1) * b.groups() <= b.row_words(); }

@@ -66,12 +66,10 @@ struct Token {
         const u32 unit = b.unit(s, t), n = b.turn(unit), packets = id_packets(b.lanes());
         const bool placed = unit - n * gridDim.x == blockIdx.x;
         u32* ids = b.ids + n * id_words(b.lanes());
-        enter(marks, 0, given, p[0], placed, ids);
-        if (packets > 1) enter(marks, 1, given, p[1], placed, ids);
-#pragma unroll 1
-        for (u32 i = 2; i < packets; i++) {
-            Vec16 v;
-            if (given && !b.packets.receive(at + i, place(), v)) return false;
+#pragma unroll(FIXED ? id_packets(FIXED_LANES) : 1)
+        for (u32 i = 0; i < packets; i++) {
+            Vec16 v = i == 0 ? p[0] : p[1];
+            if (i > 1 && given && !b.packets.receive(at + i, place(), v)) return false;
             enter(marks, i, given, v, placed, ids);
         }
         return true;
@@ -184,6 +182,6 @@ DEVICE void write_counts(const Block& b) {
     const i32 tokens = (i32)bits(b, map, 1);
     i32 rows = tokens;
     if (EXPANDED) rows = over == RANKS ? b.start[local] : b.control.rows[r];
-    write_counts(b.p, b.handle, b.packets.epoch, {over, tokens, rows}, b.start, [&](u32 j) { return b.counts[j]; },
+    write_counts(b.p, b.handle(), b.packets.epoch, {over, tokens, rows}, b.start, [&](u32 j) { return b.counts[j]; },
                  [&](u32 s) { return (i32)bits_below(b, map, 1, (s + 1) * b.max_tokens()); });
 }

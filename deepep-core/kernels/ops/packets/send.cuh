@@ -2,6 +2,9 @@
 #pragma once
 #include "ops/packets/block.cuh"
 
+// Ranks for which code is laid out side by side.
+constexpr u32 AT_ONCE = RANKS <= 4 ? RANKS : 1;
+
 // Digest of the call and number of tokens. By one warp.
 DEVICE void send_head(const Block& b) {
     if (b.lane < RANKS) b.packets.send(b.packets.head(b.lane, b.me), b.p.call, b.p.tokens, 0);
@@ -48,7 +51,7 @@ private:
             if (warp::any(there == (i32)r)) needed |= 1u << r;
         if (g >= b.groups()) return;
         // Peers first.
-#pragma unroll
+#pragma unroll AT_ONCE
         for (u32 i = 1; i <= RANKS; i++) {
             const u32 r = (b.me + i) % RANKS;
             if (needed >> r & 1) b.packets.send(b.packets.row(r, b.me, t), b.groups(), g, row);
@@ -68,7 +71,7 @@ private:
             w[i] = at < ids ? (low & 0xffffu) | high << 16 : value;
         }
         if (b.lane >= count) return;
-#pragma unroll
+#pragma unroll AT_ONCE
         for (u32 i = 1; i <= RANKS; i++) {
             const u32 r = (b.me + i) % RANKS;
             b.packets.send(b.packets.lanes(r, b.me, t) + b.lane, w[0], w[1], w[2]);

@@ -76,12 +76,13 @@ impl CudaBackend {
         // nobody starts an operation before all have. The status block was made for the layout, by this device.
         let engine = unsafe { Engine::new(context, layout, heap.rank(), heap.bases(), address, options)? };
         // Here, where ranks still agree on failures: a plan depends on this rank's multiprocessors.
-        engine.check(&config.heap_config(layout.ranks)?)?;
+        let shapes = config.heap_config(layout.ranks)?;
+        engine.check(&shapes)?;
         let reports = Arc::new(Reports::new(status, heap.rank(), config.timeout));
         let readback = Readback::new(gpu.context(), &reports)?;
         let queue = Queue::new(gpu.context(), reports)?;
         // All that calls can need: loading one later could have to wait for a kernel that waits for this rank.
-        engine.prewarm(&engine.programs())?;
+        engine.prewarm_for(&shapes)?;
         let parts = Parts {
             engine,
             readback,

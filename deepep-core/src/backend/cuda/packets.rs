@@ -1,14 +1,17 @@
 //! Geometry of operations whose rows travel in packets.
 
-use super::LaunchShape;
 use super::grid::Limits;
+use super::{Engine, LaunchShape};
 use crate::error::{Error, Result};
 use crate::jit::params::{
     CombineParams, DispatchParams, PacketArea, PacketCombineParams, PacketDispatchParams,
 };
-use crate::jit::{PACKET_COMBINE_THREADS, PACKET_CONTROL_BYTES, PACKET_DISPATCH_THREADS, PacketSizes};
+use crate::jit::{
+    JitError, PACKET_COMBINE_THREADS, PACKET_CONTROL_BYTES, PACKET_DISPATCH_THREADS, PacketSizes, Program,
+};
 use crate::layout::{
-    CombineShape, DispatchShape, MAX_BLOCKS, PacketLayout, Placement, align_up, back_groups, packet_groups,
+    CombineShape, DispatchShape, HeapConfig, MAX_BLOCKS, PacketLayout, Placement, align_up, back_groups,
+    packet_groups,
 };
 
 /// Where packets lie, for kernels.
@@ -170,10 +173,40 @@ impl PacketGrid {
     }
 }
 
+impl Engine {
+    /// Kernels of packets that are made for the sizes of a buffer's own shapes. Calls of other shapes take those for all sizes.
+    pub(crate) fn programs_for_sizes(&self, config: &HeapConfig) -> Result<Vec<Program>> {
+        let mut all = Vec::new();
+        for dispatched in &config.dispatch {
+            all.extend(self.setting.dispatch(dispatched)?.program_for_sizes());
+            for combine in config.combine.iter().filter(|c| c.placement == dispatched.placement) {
+                all.extend(self.setting.combine(combine, dispatched)?.program_for_sizes());
+            }
+        }
+        Ok(all)
+    }
+
+    /// Compiles and loads all that calls of a buffer can need, so that no later call does. All ranks do so at the same time.
+    pub(crate) fn prewarm_for(&self, config: &HeapConfig) -> Result<()> {
+        let for_all = self.programs();
+        let for_sizes = self.programs_for_sizes(config)?;
+        let failed = match self.prewarm(&[&for_all[..], &for_sizes[..]].concat()) {
+            Err(error) if !for_sizes.is_empty() => error,
+            done => return done,
+        };
+        match &failed {
+            // What is compiled into the build does without a compiler, and is for all sizes.
+            Error::Jit(
+                JitError::NotEmbedded { .. } | JitError::NotFound { .. } | JitError::TooOld { .. },
+            ) => self.prewarm(&for_all),
+            _ => Err(failed),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layout::HeapConfig;
     use crate::layout::HeapLayout;
     use crate::layout::test_shapes::{combine, dispatch};
 

@@ -111,5 +111,13 @@ pub(super) fn stress(ranks: usize) -> Vec<Named> {
         (case.sets, case.scale_packs, case.biases) = (1, 3, 1);
         all.push((format!("{placement:?}, one set, odd scales"), case));
     }
-    with_packets(all)
+    let mut all = with_packets(all);
+    // Kernels for their sizes, beside those for all.
+    let for_sizes: Vec<Named> = all
+        .iter()
+        .filter(|(_, case)| case.packets)
+        .map(|(name, case)| (format!("{name}, for its sizes"), Case { for_sizes: true, ..case.clone() }))
+        .collect();
+    all.extend(for_sizes);
+    all
 }

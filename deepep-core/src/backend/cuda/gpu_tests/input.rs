@@ -35,6 +35,9 @@ pub(super) struct Case {
     pub(super) index: IndexWidth,
     pub(super) placement: Placement,
     pub(super) alignment: usize,
+    /// Fewer tokens and rows of a rank than can come.
+    pub(super) token_capacity: Option<usize>,
+    pub(super) row_capacity: Option<usize>,
     pub(super) routing: Routing,
     pub(super) weights: bool,
     pub(super) zero_padding: bool,
@@ -48,6 +51,8 @@ pub(super) struct Case {
     pub(super) blocks: usize,
     /// Small batches travel in packets.
     pub(super) packets: bool,
+    /// Kernels of packets are made for the case's sizes.
+    pub(super) for_sizes: bool,
     /// Other roles of combine's warps than the formula's.
     pub(super) roles: Option<CombineRoles>,
     /// Kernels with a mistake in them.
@@ -69,6 +74,8 @@ impl Case {
             index: IndexWidth::Bits64,
             placement,
             alignment: 1,
+            token_capacity: None,
+            row_capacity: None,
             routing: Routing::Uniform,
             weights: true,
             zero_padding: false,
@@ -79,6 +86,7 @@ impl Case {
             wild: false,
             blocks: 0,
             packets: false,
+            for_sizes: false,
             roles: None,
             alter: None,
         }
@@ -100,7 +108,8 @@ impl Case {
     }
 
     pub(super) fn dispatch_shape(&self) -> DispatchShape {
-        let tokens = DispatchShape::worst_case_tokens(self.ranks, self.max_tokens);
+        let worst = DispatchShape::worst_case_tokens(self.ranks, self.max_tokens);
+        let tokens = self.token_capacity.unwrap_or(worst);
         let local = self.experts / self.ranks;
         DispatchShape {
             ranks: self.ranks,
@@ -116,13 +125,13 @@ impl Case {
             token_capacity: tokens,
             row_capacity: match self.placement {
                 Placement::Plain => tokens,
-                Placement::Expanded => DispatchShape::worst_case_rows(
+                Placement::Expanded => self.row_capacity.unwrap_or(DispatchShape::worst_case_rows(
                     self.ranks,
                     self.max_tokens,
                     self.topk,
                     local,
                     self.alignment,
-                ),
+                )),
             },
         }
     }

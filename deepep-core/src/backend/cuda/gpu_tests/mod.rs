@@ -137,6 +137,11 @@ impl Bench {
             packets: case.packets,
         };
         let group = Group::new(machine, &config, case.blocks, case.roles, case.alter)?;
+        if case.for_sizes {
+            for rank in &group.ranks {
+                rank.engine.prewarm(&rank.engine.programs_for_sizes(&config)?)?;
+            }
+        }
         let (dispatch, combine) = (case.dispatch_shape(), case.combine_shape());
         let plan = |r: &machine::Rank| {
             Ok((r.engine.plan_dispatch(&dispatch)?, r.engine.plan_combine(&combine, &dispatch)?))

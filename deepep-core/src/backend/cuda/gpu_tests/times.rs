@@ -1,7 +1,8 @@
 //! End-to-end times of the operations, for orientation; the real benchmark is the program's.
 //!
 //! `DEEPEP_TEST_TOKENS`, `DEEPEP_TEST_BLOCKS`, `DEEPEP_TEST_RANKS`, `DEEPEP_TEST_COMBINE`, `DEEPEP_TEST_ONLY=combine,pair` choose what is measured;
-//! `DEEPEP_TEST_PLACEMENT=Plain` or `Expanded` one layout, `DEEPEP_TEST_PACKETS=0` sends small batches as rows, `DEEPEP_TEST_EARLY=1` launches kernels early, on devices with one rank. Ranks may share a device;
+//! `DEEPEP_TEST_PLACEMENT=Plain` or `Expanded` one layout, `DEEPEP_TEST_PACKETS=0` sends small batches as rows, `DEEPEP_TEST_FOR_SIZES=0`
+//! sends them with kernels for all sizes, `DEEPEP_TEST_EARLY=1` launches kernels early, on devices with one rank. Ranks may share a device;
 //! then nothing crosses a link, and the times say what the kernels cost without one.
 
 use cuda_vmm::sys::{CUgraph, CUgraphExec, CUstreamCaptureMode};
@@ -165,6 +166,7 @@ fn times() {
     let placements = std::env::var("DEEPEP_TEST_PLACEMENT").unwrap_or_default();
     let wanted = |name: &str| placements.is_empty() || placements.split(',').any(|p| p == name);
     let packets = std::env::var("DEEPEP_TEST_PACKETS").map_or(true, |value| value != "0");
+    let for_sizes = std::env::var("DEEPEP_TEST_FOR_SIZES").map_or(true, |value| value != "0");
     for ranks in numbers("DEEPEP_TEST_RANKS", &[machine.devices().clamp(2, 8)]) {
         eprintln!(
             "{ranks} ranks on {} GPUs, H 7168, top-8 of 256; µs: single (chained, graph)",
@@ -180,7 +182,7 @@ fn times() {
                             let mut case = Case::new(ranks, tokens, placement);
                             (case.experts, case.topk, case.hidden) = (256 / ranks * ranks, 8, 7168);
                             (case.row_bytes, case.scale_packs, case.blocks) = (row_bytes, packs, blocks);
-                            (case.roles, case.packets) = (roles, packets);
+                            (case.roles, case.packets, case.for_sizes) = (roles, packets, for_sizes);
                             let head = format!("T {tokens:5}, blocks {blocks:3}, {placement:?}, {name}:");
                             let line =
                                 times_of(&machine, &case, &quick).unwrap_or_else(|e| panic!("{head} {e}"));

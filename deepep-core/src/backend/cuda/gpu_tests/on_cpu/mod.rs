@@ -4,6 +4,7 @@
 //! see what a weak memory order does.
 
 mod kernels;
+mod packets;
 mod ranks;
 
 use self::kernels::{Kernels, compiler};
@@ -194,29 +195,6 @@ fn rows_that_were_not_sent_are_not_announced_on_cpus() {
     let error = ranks.run(&kernels, 1, &calls).unwrap_err().to_string();
     assert!(error.contains("rank 1 gave up"), "{error}");
     assert_eq!(ranks.gave_up()[1], (Phase::Done as u32, 0));
-}
-
-/// The tags of packets come back after 65535 calls: the next ones are right, too.
-#[test]
-fn tags_of_packets_wrap_on_cpus() {
-    if !compiler("tags_of_packets_wrap_on_cpus") {
-        return;
-    }
-    let placement = Placement::Expanded;
-    let programs: Vec<Program> = programs(2, placement)
-        .into_iter()
-        .filter(|p| matches!(p, Program::PacketDispatch { .. } | Program::PacketCombine { .. }))
-        .collect();
-    let kernels = Kernels::build(&programs, &|_, text| text).unwrap();
-    let mut case = Case { packets: true, ..Case::new(2, 12, placement) };
-    case.tokens = vec![12, 7];
-    let limits = Limits { blocks: 2, shared_bytes: 232_448, link: 48 };
-    for epoch in [65_528, 131_064] {
-        let mut ranks = Ranks::new(&case, limits, epoch).unwrap();
-        for seed in 0..4 {
-            ranks.round(&kernels, seed).unwrap_or_else(|e| panic!("from epoch {epoch}, round {seed}: {e}"));
-        }
-    }
 }
 
 /// The tests see what they are for: stages that are used again before their stores have read them.

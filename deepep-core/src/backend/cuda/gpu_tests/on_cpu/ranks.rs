@@ -175,6 +175,25 @@ impl<'a> Ranks<'a> {
         self.statuses.iter().map(record).collect()
     }
 
+    /// The newest record of a kind on a rank.
+    pub(super) fn record(&self, r: usize, kind: RecordKind) -> StatusRecord {
+        let at = self.layout.status.record(kind);
+        // SAFETY: as in `run`.
+        unsafe { self.statuses[r].bytes().as_ptr().add(at).cast::<StatusRecord>().read() }
+    }
+
+    /// Kernels that are made for the sizes of rank r's calls.
+    pub(super) fn programs_for_sizes(&self, r: usize) -> Vec<Program> {
+        let (dispatch, combine) = &self.plans[r];
+        dispatch.program_for_sizes().into_iter().chain(combine.program_for_sizes()).collect()
+    }
+
+    /// Nothing of earlier calls is left in the slots and the receive area.
+    pub(super) fn poison(&mut self) {
+        let from = self.layout.handles.offset;
+        self.heaps.iter_mut().for_each(|heap| heap.bytes_mut()[from..].fill(POISON));
+    }
+
     pub(super) fn dispatch(&self, r: usize, t: &Tensors, output: usize, handle: usize, cached: bool) -> Call {
         let case = self.cases[r];
         let (row, pack) =
@@ -195,7 +214,8 @@ impl<'a> Ranks<'a> {
         };
         let numbers = &self.plans[r].0;
         let (shape, arguments) = numbers.call(&call);
-        (numbers.program(), shape, Box::new(Arguments::Dispatch(arguments)))
+        let for_sizes = numbers.program_for_sizes().filter(|_| case.for_sizes);
+        (for_sizes.unwrap_or(numbers.program()), shape, Box::new(Arguments::Dispatch(arguments)))
     }
 
     pub(super) fn combine(&self, r: usize, t: &Tensors, output: usize, handle: usize) -> Call {
@@ -220,7 +240,8 @@ impl<'a> Ranks<'a> {
         };
         let numbers = &self.plans[r].1;
         let (shape, arguments) = numbers.call(&call);
-        (numbers.program(), shape, Box::new(Arguments::Combine(arguments)))
+        let for_sizes = numbers.program_for_sizes().filter(|_| case.for_sizes);
+        (for_sizes.unwrap_or(numbers.program()), shape, Box::new(Arguments::Combine(arguments)))
     }
 
     pub(super) fn run(&self, kernels: &Kernels, seed: u64, calls: &[Vec<Call>]) -> Outcome {
@@ -267,8 +288,7 @@ impl<'a> Ranks<'a> {
         let rounds = [Round::new(case, inputs(seed), seed), Round::new(case, inputs(!seed), !seed)];
         let refreshed: Vec<Input> =
             rounds[0].inputs.iter().enumerate().map(|(r, i)| i.refreshed(case, r, !seed)).collect();
-        let from = self.layout.handles.offset;
-        self.heaps.iter_mut().for_each(|heap| heap.bytes_mut()[from..].fill(POISON));
+        self.poison();
         let tensors: Vec<[Tensors; 2]> =
             (0..case.ranks).map(|r| [0, 1].map(|n| Tensors::new(case, &rounds[n], r))).collect();
         let calls: Vec<Vec<Call>> = tensors

@@ -12,7 +12,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) deepep_packet_combine(c
     arch::launch_dependents();
     arch::wait_for_predecessor();
     Back b(q);
-    const First first(b.d, PACKETS_COMBINE);
     const bool sends = b.warp < SENDERS;
     const u32 role = sends ? b.warp : b.warp - SENDERS;
     Returned returned(b);
@@ -24,6 +23,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) deepep_packet_combine(c
         if (sends) returned.load(item);
         else result.load(item);
         if (item.first()) {
+            // Behind the others: what is computed of the epoch must not be waited for before they are on their way.
+            const First first(b.d, PACKETS_COMBINE);
             permission.ask(b.begun());
             b.packets.open(first.epoch());
             // Every warp has read the epoch.

@@ -17,17 +17,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
     arch::launch_dependents();
     arch::wait_for_predecessor();
     Block b(q, shared);
-    const First first(b.d, PACKETS_DISPATCH);
     const bool clerk = b.clerk();
     bool ok = true;
-    Outgoing out(b);
 #pragma unroll 1
     for (u32 item = b.warp;; item += WARPS) {
+        Outgoing out(b);
         out.load(item);
         if (item < WARPS) {
+            b.clear();
+            // Behind the others: what is computed of the epoch must not be waited for before they are on their way.
+            const First first(b.d, PACKETS_DISPATCH);
             Permission permission;
             permission.ask(b.begun());
-            b.clear();
             __syncthreads();
             b.packets.open(first.epoch());
             ok = !first.broken();

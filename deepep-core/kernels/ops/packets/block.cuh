@@ -120,17 +120,7 @@ DEVICE bool bit(const u32* map, u32 at) { return map[at / 32] >> (at % 32) & 1; 
 DEVICE constexpr u32 id_words(u32 lanes) { return (lanes + 1) / 2; }
 DEVICE constexpr u32 id_packets(u32 lanes) { return (id_words(lanes) + WORDS_OF_PACKET - 1) / WORDS_OF_PACKET; }
 
-// Word i of eight bytes of what travels for a token: its row, then its scale packs. `inside`: known to be of the row.
-DEVICE u64 load_word(const Block& b, u32 token, u32 i, bool inside) {
-    const u32 words = b.row_words();
-    if (inside || i < words) return arch::ld_stream((const u64*)(b.p.x + (u64)token * (8 * words)) + i);
-    const u32* scales = (const u32*)b.p.scales + (i64)token * b.p.scale_row_stride;
-    const u32 pack = 2 * (i - words);
-    u64 v = 0;
-    if (pack < b.scale_packs()) v = arch::ld_stream(scales + (i64)pack * b.p.scale_pack_stride);
-    if (pack + 1 < b.scale_packs()) v |= (u64)arch::ld_stream(scales + (i64)(pack + 1) * b.p.scale_pack_stride) << 32;
-    return v;
-}
+// Word i of eight bytes of what travels for a token: its row, then its scale packs.
 DEVICE void store_word(const Block& b, u32 row, u32 i, bool inside, u64 v) {
     const u32 words = b.row_words();
     if (inside || i < words) {
@@ -141,16 +131,41 @@ DEVICE void store_word(const Block& b, u32 row, u32 i, bool inside, u64 v) {
     if (pack < b.scale_packs()) *scale_pack(b.p, b.output(), row, pack) = (u32)v;
     if (pack + 1 < b.scale_packs()) *scale_pack(b.p, b.output(), row, pack + 1) = (u32)(v >> 32);
 }
-// Word j of a lane's piece g lies j · groups + g words behind the start of the row.
+// Word j of a lane's piece g lies j · groups + g words behind the start of the row. Whether it is one of the row for every g:
 DEVICE bool inside(const Block& b, u32 j) { return FIXED && (j + 1) * b.groups() <= b.row_words(); }
-DEVICE void load_row(const Block& b, u32 token, u32 g, Row& row) {
+
+// A lane's piece on its way from memory. Nothing is done with what is loaded, not even a move, which would wait for it.
+struct Loading {
+    u64 whole[ROW_WORDS];                  // words of the row
+    u32 low[ROW_WORDS], high[ROW_WORDS];  // others
+
+    DEVICE void load(const Block& b, u32 token, u32 g) {
+        const u32 words = b.row_words();
+        const u64* row = (const u64*)(b.p.x + (u64)token * (8 * words)) + g;
+        const u32* scales = (const u32*)b.p.scales + (i64)token * b.p.scale_row_stride;
 #pragma unroll
-    for (u32 j = 0; j < ROW_WORDS; j++) {
-        const u64 v = load_word(b, token, j * b.groups() + g, inside(b, j));
-        row.w[2 * j] = (u32)v;
-        row.w[2 * j + 1] = (u32)(v >> 32);
+        for (u32 j = 0; j < ROW_WORDS; j++) {
+            if (inside(b, j)) {
+                whole[j] = arch::ld_stream(row + j * b.groups());
+                continue;
+            }
+            const u32 i = j * b.groups() + g, pack = 2 * (i - words);
+            const bool of_row = i < words;
+            const u32* from = of_row ? (const u32*)(row + j * b.groups()) : scales + (i64)pack * b.p.scale_pack_stride;
+            const u32* next = of_row ? from + 1 : from + b.p.scale_pack_stride;
+            low[j] = high[j] = 0;
+            if (of_row || pack < b.scale_packs()) low[j] = arch::ld_stream(from);
+            if (of_row || pack + 1 < b.scale_packs()) high[j] = arch::ld_stream(next);
+        }
     }
-}
+    DEVICE void finish(const Block& b, Row& row) const {
+#pragma unroll
+        for (u32 j = 0; j < ROW_WORDS; j++) {
+            row.w[2 * j] = inside(b, j) ? (u32)whole[j] : low[j];
+            row.w[2 * j + 1] = inside(b, j) ? (u32)(whole[j] >> 32) : high[j];
+        }
+    }
+};
 DEVICE void store_row(const Block& b, u32 to, u32 g, const Row& row) {
 #pragma unroll
     for (u32 j = 0; j < ROW_WORDS; j++)

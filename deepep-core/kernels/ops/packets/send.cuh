@@ -13,28 +13,26 @@ DEVICE void send_head(const Block& b) {
 // What a warp sends of an own token: a part of its row, or ids and weights.
 struct Outgoing {
     const Block& b;
-    u32 item = 0, t = 0, part = 0, g = 0;
-    i32 expert = -1;  // of lane k, as given: −2 if out of range
+    u32 t = 0, part = 0, g = 0;
+    u32 low = ALL_LANES, high = ALL_LANES;  // halves of the id of lane k, as given
     u32 weight = 0;
-    Row row;
+    Loading loading;
     bool some = false;
 
     DEVICE Outgoing(const Block& block) : b(block) {}
     // Looks up the block's item of this number. Nothing is waited for.
-    DEVICE void load(u32 number) {
-        item = number;
+    DEVICE void load(u32 item) {
         const u32 all = b.parts() + 1, k = b.lane;
         t = blockIdx.x + gridDim.x * (item / all);
         part = item % all;
         some = t < b.p.tokens;
         if (!some) return;
-        expert = -1;
-        if (k < b.lanes()) expert = b.cached() ? b.mine<i32>(b.p.topk)[(u64)t * b.lanes() + k] : load_expert(b.p, t, k);
+        if (k < b.lanes()) load_id((u64)t * b.lanes() + k);
         if (part < b.parts()) {
             g = part * 32 + b.lane;
-            if (g < b.groups()) load_row(b, t, g, row);
+            if (g < b.groups()) loading.load(b, t, g);
         } else {
-            weight = k < b.lanes() && b.p.weights ? ((const u32*)b.p.weights)[(u64)t * b.lanes() + k] : 0;
+            weight = k < b.lanes() && b.p.weights ? arch::ld_stream((const u32*)b.p.weights + (u64)t * b.lanes() + k) : 0;
         }
     }
     DEVICE void send() const {
@@ -43,13 +41,28 @@ struct Outgoing {
     }
 
 private:
+    // In a cached dispatch, from the handle: 32 bits, all of them valid.
+    DEVICE void load_id(u64 at) {
+        const bool wide = INDEX_BITS == 64 && !b.cached();
+        const u32* from = b.cached() ? b.mine<u32>(b.p.topk) + at : (const u32*)b.p.topk_idx + at * (INDEX_BITS / 32);
+        low = arch::ld_stream(from);
+        if (wide) high = arch::ld_stream(from + 1);
+    }
+    // An expert, −1, or −2 for an id that is out of range.
+    DEVICE i32 expert() const {
+        const bool narrow = INDEX_BITS == 32 || b.cached();
+        if (low == ALL_LANES && (narrow || high == ALL_LANES)) return -1;
+        return low < b.experts() && (narrow || high == 0) ? (i32)low : -2;
+    }
     DEVICE void send_row() const {
         u32 needed = 0;
-        const i32 there = expert >= 0 ? (i32)rank_of(b, (u32)expert) : -1;
+        const i32 e = expert(), there = e >= 0 ? (i32)rank_of(b, (u32)e) : -1;
 #pragma unroll
         for (u32 r = 0; r < RANKS; r++)
             if (warp::any(there == (i32)r)) needed |= 1u << r;
         if (g >= b.groups()) return;
+        Row row;
+        loading.finish(b, row);
         // Peers first.
 #pragma unroll AT_ONCE
         for (u32 i = 1; i <= RANKS; i++) {
@@ -79,10 +92,11 @@ private:
     }
     // Id of lane k, invalid and repeated ones as −1.
     DEVICE i32 valid_expert() const {
-        const u32 k = b.lane, same = warp::match(expert >= 0 ? (u32)expert : 0x40000000u | k);
-        if (expert == -2) report_expert(b.p, b.packets.epoch, RECORD_BAD_EXPERT, t, k);
-        const bool twice = expert >= 0 && (same & warp::below(k));
+        const i32 e = expert();
+        const u32 k = b.lane, same = warp::match(e >= 0 ? (u32)e : 0x40000000u | k);
+        if (e == -2) report_expert(b.p, b.packets.epoch, RECORD_BAD_EXPERT, t, k);
+        const bool twice = e >= 0 && (same & warp::below(k));
         if (twice) report_expert(b.p, b.packets.epoch, RECORD_DUPLICATE_EXPERT, t, k);
-        return expert < 0 || twice ? -1 : expert;
+        return e < 0 || twice ? -1 : e;
     }
 };

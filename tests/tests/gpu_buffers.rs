@@ -10,7 +10,7 @@ use deepep_core::{CombineArgs, DispatchArgs, ElasticBuffer, Error, EventRef};
 use half::bf16;
 use integration_tests::gpu::skipped;
 use integration_tests::ranks::{LONG, on_threads};
-use integration_tests::sides::Side;
+use integration_tests::sides::{Side, rounds};
 use integration_tests::tensors::{Given, Tensors, read};
 
 const RANKS: usize = 2;
@@ -68,11 +68,21 @@ fn destinations(ids: &[i64]) -> Vec<usize> {
         .collect()
 }
 
-/// What combine gives if every expert returns what it got: each row once for each rank that it went to.
+/// What combine gives if every expert returns what it got: each row once for each rank that it went to, or in the expanded layout once for each expert.
 fn expected(rank: usize, round: usize) -> Vec<bf16> {
+    copies(rank, round, |ids| destinations(ids).len())
+}
+fn expected_expanded(rank: usize, round: usize) -> Vec<bf16> {
+    copies(rank, round, |ids| ids.iter().filter(|&&id| id >= 0).count())
+}
+fn copies(rank: usize, round: usize, count: impl Fn(&[i64]) -> usize) -> Vec<bf16> {
     let (x, ids) = input(rank, round);
-    let copies = |t: usize| destinations(&ids[t * TOPK..][..TOPK]).len() as f32;
-    x.iter().enumerate().map(|(i, x)| bf16::from_f32(x.to_f32() * copies(i / HIDDEN))).collect()
+    let rows = x.chunks(HIDDEN).zip(ids.chunks(TOPK));
+    rows.flat_map(|(row, ids)| {
+        let count = count(ids) as f32;
+        row.iter().map(move |x| bf16::from_f32(x.to_f32() * count))
+    })
+    .collect()
 }
 
 /// Tokens that a rank receives.
@@ -153,6 +163,54 @@ fn graphs_are_replayed_with_other_routes() {
             }
         }
         drop((graph, got));
+    });
+}
+
+/// One captured pair of a small batch, replayed with other routes and rows each time, thousands of times; `DEEPEP_TEST_REPLAYS` says how often. Every sum is compared, so
+/// that no packet of an earlier replay passes for one of this one, in slots that tokens leave empty now and then.
+#[test]
+fn one_graph_is_replayed_thousands_of_times() {
+    let Some(side) = Side::gpu("one_graph_is_replayed_thousands_of_times") else { return };
+    // A driver in software takes milliseconds where a GPU takes microseconds.
+    let software = std::env::var_os("CUDA_VMM_DRIVER").is_some();
+    let replays = rounds("DEEPEP_TEST_REPLAYS", if software { 20 } else { 10_000 }) as usize;
+    on_threads(RANKS, LONG, |bootstrap| {
+        let mut buffer = ElasticBuffer::builder()
+            .max_tokens_per_rank(TOKENS)
+            .experts(EXPERTS)
+            .topk(TOPK)
+            .hidden(HIDDEN)
+            .expanded(1)
+            .packets(true)
+            .timeout(side.patience())
+            .backend(side.backend)
+            .build(bootstrap)
+            .unwrap();
+        let rank = buffer.rank();
+        let stream = Stream::new(&buffer.device().primary_context().unwrap()).unwrap();
+        let mut round = Round::new(&buffer);
+        let mut held = None;
+        let graph = Graph::capture(&stream, || {
+            let args = DispatchArgs::new(round.x.view(), round.ids.view()).expanded(1).without_counts();
+            let got = buffer.dispatch(args.stream(stream.borrow())).unwrap();
+            let args = CombineArgs::new(got.x(), got.handle(), round.out.view_mut());
+            buffer.combine(args.stream(stream.borrow())).unwrap();
+            held = Some(got);
+            Ok::<(), GpuError>(())
+        })
+        .unwrap();
+        let got = held.unwrap();
+        for number in 1..=replays {
+            round.set(rank, number);
+            // SAFETY: the tensors, and the slots that `got` holds, are there until the stream has been waited for.
+            unsafe { graph.launch(&stream) }.unwrap();
+            stream.wait(LONG, || format!("replay {number}")).unwrap();
+            assert!(round.out.read::<bf16>(&buffer) == expected_expanded(rank, number), "replay {number}");
+            let cells = read::<i32>(&buffer, got.handle().count_cells());
+            assert_eq!(cells[0], received(rank, number) as i32, "replay {number}");
+        }
+        drop((graph, got));
+        buffer.close().unwrap();
     });
 }
 

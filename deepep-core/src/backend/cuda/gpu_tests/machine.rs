@@ -164,6 +164,7 @@ impl Group {
         }
         let bases: Vec<u64> = heaps.iter().map(Buffer::address).collect();
         let sharing = layout.ranks.div_ceil(devices);
+        let early = sharing == 1 && std::env::var("DEEPEP_TEST_EARLY").is_ok_and(|value| value == "1");
         let mut ranks = Vec::new();
         for (r, heap) in heaps.into_iter().enumerate() {
             let context = context(r).clone();
@@ -176,11 +177,12 @@ impl Group {
                     (0, n) => 120 / n,
                     (b, n) => b.min(120 / n),
                 },
+                // Kernels of which the driver starts one at a time are not early.
                 cooperative: match std::env::var("DEEPEP_TEST_COOPERATIVE") {
                     Ok(value) => value == "1",
-                    Err(_) => sharing == 1,
+                    Err(_) => sharing == 1 && !early,
                 },
-                early: sharing == 1 && std::env::var("DEEPEP_TEST_EARLY").is_ok_and(|value| value == "1"),
+                early,
                 combine_roles,
                 alter,
                 ..EngineOptions::default()

@@ -2,7 +2,8 @@
 //!
 //! `DEEPEP_TEST_TOKENS`, `DEEPEP_TEST_BLOCKS`, `DEEPEP_TEST_RANKS`, `DEEPEP_TEST_COMBINE`, `DEEPEP_TEST_ONLY=combine,pair` choose what is measured;
 //! `DEEPEP_TEST_PLACEMENT=Plain` or `Expanded` one layout, `DEEPEP_TEST_PACKETS=0` sends small batches as rows, `DEEPEP_TEST_FOR_SIZES=0`
-//! sends them with kernels for all sizes, `DEEPEP_TEST_EARLY=1` launches kernels early, on devices with one rank. Ranks may share a device;
+//! sends them with kernels for all sizes, `DEEPEP_TEST_EARLY=1` launches kernels early, on devices with one rank, and
+//! `DEEPEP_TEST_COOPERATIVE=1` says whether the driver refuses grids that can't be resident as a whole (by default if they are not early). Ranks may share a device;
 //! then nothing crosses a link, and the times say what the kernels cost without one.
 
 use cuda_vmm::sys::{CUgraph, CUgraphExec, CUstreamCaptureMode};
@@ -13,7 +14,10 @@ use super::{Bench, machine, numbers, roles};
 use crate::layout::Placement;
 
 const ITERATIONS: usize = 31;
-const CHAIN: usize = 20;
+/// Calls of a chain: more, where each takes so little that starting the chain would show.
+const fn chain(tokens: usize) -> usize {
+    if tokens < 512 { 50 } else { 20 }
+}
 const FLUSH: usize = 256 << 20;
 
 #[derive(Clone, Copy, PartialEq)]
@@ -134,12 +138,13 @@ impl Bench {
         let flush: Vec<Buffer> =
             self.group.ranks.iter().map(|r| Buffer::new(&r.context, FLUSH)).collect::<Outcome<_>>()?;
         let single = || self.sample(&flush, |r| self.launch(operation, r));
-        let chain = || {
-            let all = self.sample(&flush, |r| (0..CHAIN).try_for_each(|_| self.launch(operation, r)))?;
-            Ok(all / CHAIN as f64)
+        let calls = chain(self.case.max_tokens);
+        let chained = || {
+            let all = self.sample(&flush, |r| (0..calls).try_for_each(|_| self.launch(operation, r)))?;
+            Ok(all / calls as f64)
         };
         median(5, single)?;
-        let (single, chained) = (median(ITERATIONS, single)?, median(5, chain)?);
+        let (single, chained) = (median(ITERATIONS, single)?, median(5, chained)?);
         if operation == Operation::Empty {
             return Ok([single, chained, 0.0]);
         }
@@ -148,10 +153,10 @@ impl Bench {
             .ranks
             .iter()
             .enumerate()
-            .map(|(r, rank)| Graph::capture(rank, || (0..CHAIN).try_for_each(|_| self.launch(operation, r))))
+            .map(|(r, rank)| Graph::capture(rank, || (0..calls).try_for_each(|_| self.launch(operation, r))))
             .collect::<Outcome<_>>()?;
         self.group.wait()?;
-        let replay = || Ok(self.sample(&flush, |r| graphs[r].launch())? / CHAIN as f64);
+        let replay = || Ok(self.sample(&flush, |r| graphs[r].launch())? / calls as f64);
         median(3, replay)?;
         Ok([single, chained, median(11, replay)?])
     }

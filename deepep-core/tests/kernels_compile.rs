@@ -51,6 +51,13 @@ fn all_kernels_compile_without_local_memory() {
             let kernel = &cubin.resources()[0];
             eprintln!("{arch} {program:?}: {} registers, {} B", kernel.registers, cubin.image().len());
             assert_eq!(kernel.kernel, program.entry());
+            // Of small batches one block of each kernel fits on a multiprocessor: 384 · 80 + 256 · 128 registers of 65536.
+            let most = match program {
+                Program::PacketDispatch { ranks, sizes, .. } if ranks <= 2 || sizes.is_some() => 80,
+                Program::PacketCombine { .. } => 128,
+                _ => 255,
+            };
+            assert!(kernel.registers <= most, "{program:?}: {} registers", kernel.registers);
             assert!(
                 cubin.resources().iter().all(|k| k.in_registers()),
                 "{program:?}: {:?}",

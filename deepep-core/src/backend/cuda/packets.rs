@@ -251,7 +251,7 @@ mod tests {
             let grid = PacketGrid::dispatch(&shape, limits, &packets(&shape)).unwrap();
             let factor = u64::from(grid.dispatch_params(DispatchParams::default()).per_block);
             for unit in 0..2048u64 {
-                let turn = if factor == 0 { unit } else { unit * factor >> 32 };
+                let turn = if factor == 0 { unit } else { (unit * factor) >> 32 };
                 assert_eq!(turn, unit / grid.blocks as u64, "{unit} of {blocks}");
             }
         }

@@ -192,7 +192,8 @@ device_struct! {
         back_stride: u64,
         back_weight_stride: u64,
         max_tokens: u32,
-        reserved: u32,
+        /// 0, which compilers of kernels don't know.
+        zero: u32,
     }
 }
 

@@ -44,9 +44,9 @@ struct Token {
     DEVICE Place place() const { return b.place(PHASE_TOTALS, s, t); }
     DEVICE bool look(u64& seen) {
         const bool two = id_packets(b.lanes()) > 1;
-        head = arch::ld_packet(head_at);
-        p[0] = arch::ld_packet(at);
-        if (two) p[1] = arch::ld_packet(at + 1);
+        head = b.packets.load(head_at);
+        p[0] = b.packets.load(at);
+        if (two) p[1] = b.packets.load(at + 1);
         seen = head.w;
         if (head.w != b.packets.epoch) return false;
         // Another call: its lanes may be fewer, and nobody waits for them.

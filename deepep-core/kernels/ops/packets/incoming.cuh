@@ -44,7 +44,7 @@ struct Incoming {
         if (!waits || there()) return;
 #pragma unroll
         for (u32 k = 0; k < ROW_PACKETS; k++)
-            if (k == 0 || row()) p[k] = arch::ld_packet(from + k * b.groups());
+            if (k == 0 || row()) p[k] = b.packets.load(from + k * b.groups());
     }
     // False after an abort.
     DEVICE bool wait() {

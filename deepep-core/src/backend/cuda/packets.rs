@@ -28,7 +28,7 @@ fn area(p: &PacketLayout, max_tokens: usize) -> PacketArea {
         back_stride: p.back_stride as u64,
         back_weight_stride: p.back_weight_stride as u64,
         max_tokens: max_tokens as u32,
-        reserved: 0,
+        zero: 0,
     }
 }
 

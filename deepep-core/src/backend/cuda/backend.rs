@@ -63,11 +63,13 @@ impl CudaBackend {
             return Err(Error::invalid("heap", format!("{heap:?}"), need));
         }
         let status = StatusBlock::new(gpu.context(), layout.status)?;
+        let early = gpu.early(config.early_launch)?;
         let options = EngineOptions {
             timeout: config.timeout,
             max_blocks: gpu.blocks(config.multiprocessors)?,
-            cooperative: gpu.has_context_alone(),
-            early: gpu.early(config.early_launch)?,
+            // Kernels of which the driver starts one at a time would not be early.
+            cooperative: gpu.has_context_alone() && !early,
+            early,
             ..EngineOptions::default()
         };
         let (context, address) = (gpu.context().clone(), status.device_address());

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use cuda_vmm::{Cuda, Device};
@@ -11,6 +11,7 @@ use crate::backend::platform::{Platform, Seat};
 use crate::backend::{Backend, Order};
 use crate::bootstrap::Bootstrap;
 use crate::bootstrap::agree::{agree, compare};
+use crate::combine_input::CombineInput;
 use crate::config::{BackendKind, Config, Reduction};
 use crate::domain::Domain;
 use crate::error::{Error, Result};
@@ -30,6 +31,9 @@ pub(crate) struct Shared {
     pub(crate) backend: Box<dyn Backend>,
     outputs: Slots,
     handles: Slots,
+    inputs: Slots,
+    /// An operation has failed: ranks may still read here.
+    pub(crate) broken: AtomicBool,
     /// After the backend, which works on it.
     pub(crate) heap: Arc<Heap>,
 }
@@ -39,6 +43,7 @@ impl Shared {
         match kind {
             SlotKind::Output => &self.outputs,
             SlotKind::Handle => &self.handles,
+            SlotKind::Input => &self.inputs,
         }
     }
 }
@@ -196,6 +201,16 @@ impl ElasticBuffer {
         self.settle(outcome)
     }
 
+    /// Memory for the experts' outputs that all ranks read where it is when they are combined ([`Transfer::Pull`](crate::Transfer::Pull)). Not collective; as
+    /// many can be held at a time as the [configuration](Config::combine_inputs) says.
+    ///
+    /// # Errors
+    /// [`Invalid`](Error::Invalid) if the buffer was made without, [`SlotsHeld`](Error::SlotsHeld) if all are in use, [`Broken`](Error::Broken).
+    pub fn combine_input(&self) -> Result<CombineInput> {
+        self.check()?;
+        CombineInput::take(&self.shared)
+    }
+
     /// Lets every rank finish what it did before. Collective.
     ///
     /// # Errors
@@ -262,6 +277,7 @@ impl ElasticBuffer {
     fn settle<T>(&mut self, outcome: Result<Result<T>>) -> Result<T> {
         outcome.unwrap_or_else(|error| {
             self.broken = Some(error.to_string());
+            self.shared.broken.store(true, Ordering::Release);
             Err(error)
         })
     }
@@ -319,6 +335,8 @@ impl Builder {
         handle_slots: usize,
         /// Sets of combine's receive area, 1 or 2.
         receive_sets: usize,
+        /// Inputs of combines in the heap that can be held at a time; none if not set.
+        combine_inputs: usize,
         /// Whether rows of small batches travel in packets; not if not set.
         packets: bool,
         /// Bytes of host memory of each rank in the heap.
@@ -408,6 +426,8 @@ fn assemble(
         site: Site::new(backend.kind(), &seat.device, Some(id)),
         outputs: Slots::new(config.output_slots),
         handles: Slots::new(config.handle_slots),
+        inputs: Slots::new(config.combine_inputs),
+        broken: AtomicBool::new(false),
         config,
         layout,
         backend,

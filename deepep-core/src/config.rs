@@ -18,6 +18,19 @@ pub enum Reduction {
     AtSource,
 }
 
+/// How the rows of a plain combine get to the tokens' ranks. Equal on all ranks in each call.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Transfer {
+    /// [`Pull`](Self::Pull) where it is possible, else [`Push`](Self::Push).
+    #[default]
+    Auto,
+    /// The experts' rank sends rows into a receive area of the token's rank. They may lie in any memory.
+    Push,
+    /// The token's rank reads them where they are: they, and weights that go back, lie in the heap, in a
+    /// [`CombineInput`](crate::CombineInput) or in the result of a dispatch. Nothing is stored on the way, and few multiprocessors fill the link.
+    Pull,
+}
+
 /// Which processors run the operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -90,6 +103,9 @@ pub struct Config {
     pub handle_slots: usize,
     /// 2: combine starts without a round trip; 1: half the receive memory.
     pub receive_sets: usize,
+    /// Inputs of combines in the heap that can be held at a time ([`ElasticBuffer::combine_input`](crate::ElasticBuffer::combine_input)), 0 to 256.
+    /// Each takes a row for every token that can be received. Plain layout only.
+    pub combine_inputs: usize,
     /// Whether rows travel in packets if no rank gives more than 256 tokens to a dispatch: a way for small batches on GPUs without a barrier between the
     /// ranks, for memory of its own. Not if not set: these kernels have not been run on GPUs as often as the others.
     pub packets: bool,
@@ -131,6 +147,7 @@ impl Config {
             output_slots: 2,
             handle_slots: 8,
             receive_sets: 2,
+            combine_inputs: 0,
             packets: false,
             host_bytes: 0,
             hybrid: false,
@@ -196,6 +213,7 @@ impl Config {
             output_slots: self.output_slots,
             handle_slots: self.handle_slots,
             receive_sets: self.receive_sets,
+            combine_inputs: self.combine_inputs,
             packets: self.packets,
         })
     }
@@ -257,6 +275,7 @@ impl Config {
             .with("output_slots", self.output_slots)
             .with("handle_slots", self.handle_slots)
             .with("receive_sets", self.receive_sets)
+            .with("combine_inputs", self.combine_inputs)
             .with("packets", self.packets)
             .with("host_bytes", self.host_bytes)
             .with("hybrid", self.hybrid)
@@ -284,6 +303,8 @@ mod tests {
             ("multiprocessors", |c| c.multiprocessors = Some(0)),
             ("output_slots", |c| c.output_slots = 0),
             ("receive_sets", |c| c.receive_sets = 3),
+            ("combine_inputs", |c| c.combine_inputs = 257),
+            ("combine_inputs", |c| (c.plain, c.expanded, c.combine_inputs) = (false, Some(1), 1)),
         ];
         let good = Config::new(128, 8, 2, 64);
         good.plan(4).unwrap();

@@ -40,6 +40,7 @@ impl Slots {
 pub(crate) enum SlotKind {
     Output,
     Handle,
+    Input,
 }
 
 /// A slot that nobody else gets as long as this lives. Keeps the buffer's memory mapped.
@@ -56,6 +57,7 @@ impl Lease {
             let (what, slots) = match kind {
                 SlotKind::Output => ("dispatch result", slots.count()),
                 SlotKind::Handle => ("dispatch handle", slots.count()),
+                SlotKind::Input => ("combine input", slots.count()),
             };
             return Err(Error::SlotsHeld { what, slots });
         };

@@ -32,7 +32,7 @@
 //! the addresses of this call's tensors and of the slots of its result and handle; the buffer does not learn of replays. So the caller keeps these
 //! rules:
 //!
-//! * **Keep what was captured.** The [`Dispatched`] and every [`Handle`] of captured calls, the tensors that they were given, and the buffer (or the
+//! * **Keep what was captured.** The [`Dispatched`], every [`Handle`] and [`CombineInput`] of captured calls, the tensors that they were given, and the buffer (or the
 //!   collectives) stay until the graph is destroyed and its last replay has run. A result that is dropped earlier frees its slot for a later dispatch, and
 //!   each replay then overwrites what that one delivered. A buffer that is [closed](ElasticBuffer::close) earlier unmaps memory under the replay's
 //!   kernels: closing and [`synchronize`](ElasticBuffer::synchronize) wait for direct calls only. One that is dropped and not closed can't know whether a graph will
@@ -56,6 +56,7 @@ mod backend;
 pub mod bootstrap;
 mod buffer;
 mod collectives;
+mod combine_input;
 mod config;
 pub mod device;
 pub mod domain;
@@ -74,7 +75,8 @@ pub use backend::Counts;
 pub use bootstrap::Bootstrap;
 pub use buffer::{Builder, ElasticBuffer};
 pub use collectives::{Collectives, CollectivesBuilder};
-pub use config::{BackendKind, Config, Reduction};
+pub use combine_input::CombineInput;
+pub use config::{BackendKind, Config, Reduction, Transfer};
 pub use error::{Error, Result};
 pub use handle::{Dispatched, Handle};
 pub use ops::{CombineArgs, DispatchArgs};

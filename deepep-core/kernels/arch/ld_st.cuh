@@ -31,6 +31,11 @@ DEVICE u64 ld_relaxed_gpu(const u64* p) {
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
     return v;
 }
+DEVICE u32 ld_relaxed_sys(const u32* p) {
+    u32 v;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
 // Two words at an address that is a multiple of 16; each is single-copy atomic, both together are not.
 DEVICE void ld_relaxed_sys(const u64* p, u64& a, u64& b) {
     asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(p) : "memory");
@@ -78,6 +83,11 @@ DEVICE u32 exchange_gpu(u32* p, u32 v) {
 DEVICE u32 add_gpu(u32* p, u32 v) {
     u32 old;
     asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+    return old;
+}
+DEVICE u32 add_acq_rel_gpu(u32* p, u32 v) {
+    u32 old;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
     return old;
 }
 

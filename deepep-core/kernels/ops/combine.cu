@@ -4,6 +4,9 @@
 // arrive. All blocks are resident at once (cooperative launch). Senders wait for `started` of their peers, reducers for senders; nobody
 // waits for a reducer.
 //
+// With PULL reducers read rows where the experts left them (ops/combine/pull.cuh): all of them, and then nobody sends, or some. They wait
+// for `started` of all peers, and at the end the announcers wait for the reducers of all ranks, who wait for nobody that waits for them.
+//
 // Order: a row's bulk stores complete → a lane hands the flag in (release.cta) → the announcer acquires, fences at system scope, stores
 // `arrived` → a reducer's lane acquires it → warp barrier → proxy fence → bulk loads.
 #include "arch/launch.cuh"
@@ -17,7 +20,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __
     arch::wait_for_predecessor();
 
     b.epoch = *epoch_counter(b.d, OPERATION_COMBINE, blockIdx.x) + 1;
-    if (threadIdx.x == 0) b.control.failed = broken(b.d, OPERATION_COMBINE, b.epoch);
+    if (threadIdx.x == 0) {
+        b.control.failed = broken(b.d, OPERATION_COMBINE, b.epoch);
+        b.control.known = b.control.lost = 0;
+        b.control.reading = p.reducers;
+    }
     mailboxes_init(b.control.mail, p.row_warps);
     if (threadIdx.x < WARPS * MAX_STAGES) {
         arch::mbarrier_init(&b.control.bars[0][0] + threadIdx.x);
@@ -25,10 +32,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __
     }
     __syncthreads();
     if (!b.control.failed) {
-        if (blockIdx.x == 0) b.begun().tell();
-        if (blockIdx.x == 0 && threadIdx.x == 0) *b.ticket(TICKET_RETURN, 1) = 0;
+        if (blockIdx.x == 0) {
+            if constexpr (PULL) tell_sources(b);
+            else b.begun().tell();
+        }
+        if (blockIdx.x == 0 && threadIdx.x == 0) *b.ticket(TICKET_RETURN, 1) = *b.ticket(TICKET_SUM, 1) = *b.ticket(TICKET_READ, 1) = 0;
         __syncwarp();
-        constexpr bool SUMS = EXPANDED && REDUCE_FIRST;
         const u32 senders = RANKS > 1 ? p.row_warps : 0, first_reducer = RANKS > 1 ? p.row_warps + 1 : 0;
         const u32 worker = blockIdx.x + gridDim.x * b.warp, reducers = p.reducers;
         if (b.warp < senders) {
@@ -39,14 +48,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __
                 sender.run(worker, gridDim.x * senders);
             }
         } else if (b.warp < first_reducer) {
+            bool known = true;
+            if constexpr (PULL) known = learn_sources(b);
             announce(b.control.mail, p.row_warps, b.epoch, [&](u32 r) { return b.arrived(r); });
-            if (blockIdx.x == 0) b.begun().compare_all();
+            if constexpr (PULL) {
+                if (known) let_go(b);
+            } else if (blockIdx.x == 0) {
+                b.begun().compare_all();
+            }
         } else if (b.warp < first_reducer + reducers) {
             const u32 number = b.warp - first_reducer;
             const u32 behind = SUMS ? senders * p.sender_pieces * p.piece_bytes : 0;
             Gather gather(b, behind + number * p.pieces * p.piece_bytes, p.pieces);
             Reduction reduction(b, number * gridDim.x + blockIdx.x, reducers * gridDim.x);
-            if (!gather.run(reduction)) gather.drain();
+            const bool ok = gather.run(reduction);
+            if (!ok) gather.drain();
+            reduction.stop_reading(ok);
         }
     }
     __syncthreads();

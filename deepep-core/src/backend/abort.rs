@@ -54,7 +54,7 @@ fn differing(operation: Option<Operation>, values: Vec<(String, Vec<usize>)>) ->
             "collective call (digest of kind, element type, size, and place in symmetric memory)"
         }
         Some(Operation::Combine) => {
-            "combine call (digest of hidden size, reduction, weights, and the dispatch of the handle)"
+            "combine call (digest of hidden size, reduction, weights, whether rows are pulled, and the dispatch of the handle)"
         }
         _ => "dispatch call (digest of shape, layout, alignment, capacities and handle)",
     };

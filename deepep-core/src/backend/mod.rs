@@ -13,7 +13,9 @@ use std::time::Duration;
 
 use crate::config::BackendKind;
 use crate::error::{Error, Result};
-use crate::layout::{CombineShape, DispatchShape, HandleLayout, OutputLayout, ReceiveLayout};
+use crate::layout::{
+    CombineShape, DispatchShape, HandleLayout, OutputLayout, REGION_ALIGNMENT, ReceiveLayout,
+};
 use crate::stream::{Event, EventRef, StreamRef};
 use crate::tensor::{Extent, TensorMut, TensorRef};
 
@@ -116,6 +118,22 @@ pub(crate) struct DispatchCall<'a> {
     pub(crate) order: Order<'a>,
 }
 
+/// Where the peers of a rank read what it gives to a combine: offsets in its heap, in units of [`REGION_ALIGNMENT`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Readable {
+    pub(crate) x: u32,
+    /// Any, if no weights go back.
+    pub(crate) weights: u32,
+}
+
+impl Readable {
+    /// An offset that peers can be told.
+    pub(crate) fn unit(offset: u64) -> Option<u32> {
+        let unit = REGION_ALIGNMENT as u64;
+        if offset.is_multiple_of(unit) { u32::try_from(offset / unit).ok() } else { None }
+    }
+}
+
 /// A combine, ready to run.
 #[derive(Debug)]
 pub(crate) struct CombineCall<'a> {
@@ -129,6 +147,8 @@ pub(crate) struct CombineCall<'a> {
     pub(crate) tokens: usize,
     /// Contiguous BF16 `[rows, hidden]`.
     pub(crate) x: TensorRef<'a>,
+    /// There if the ranks of the tokens read the rows where they are. On all ranks, or on none.
+    pub(crate) pull: Option<Readable>,
     /// Contiguous `f32[received tokens, topk]` (plain) or `f32[rows]` (expanded).
     pub(crate) topk_weights: Option<TensorRef<'a>>,
     /// Contiguous BF16 `[tokens, hidden]`.

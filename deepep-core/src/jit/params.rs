@@ -151,6 +151,8 @@ device_struct! {
         receive_stride: u64,
         /// Offset of the weights in a set; rows are at its start.
         receive_weights: u64,
+        /// The cells in which ranks say that they have read what they pull.
+        read: u64,
         tokens: u32,
         max_tokens: u32,
         lanes: u32,
@@ -174,7 +176,14 @@ device_struct! {
         control: u32,
         /// Digest of the call.
         call: u32,
-        reserved: u32,
+        /// How many of 64 tokens are pulled, and whether tokens that are pulled, all of them, or sums are drawn by ticket.
+        pulled: u32,
+        drawn: u32,
+        /// Parts of a token that is summed before it travels, each with a flag of its own; otherwise 1.
+        parts: u32,
+        /// Rows and weights that peers may read: offsets in this rank's heap, in units of `READABLE_UNIT`.
+        readable_x: u32,
+        readable_weights: u32,
     }
 }
 

@@ -10,8 +10,8 @@ use super::params::{
 use super::sizes::PacketSizes;
 use crate::layout::{
     BACK_BYTES, COLLECTIVE_BLOCKS, CountsLayout, GROUP_BYTES, GROUP_PACKETS, IndexWidth, MAX_BLOCKS,
-    MAX_RANKS, MAX_TOPK, Operation, PACKET_BYTES, Phase, Placement, RecordKind, STATUS_RECORD_BYTES,
-    StatusRecord, Ticket, WorkspaceLayout,
+    MAX_RANKS, MAX_TOPK, Operation, PACKET_BYTES, Phase, Placement, REGION_ALIGNMENT, RecordKind,
+    STATUS_RECORD_BYTES, StatusRecord, Ticket, WorkspaceLayout,
 };
 
 /// A kernel, in one of the variants that are compiled separately. Sizes are arguments; what is fixed here changes the code.
@@ -39,6 +39,11 @@ pub enum Program {
         placement: Placement,
         /// Rows of a token are summed where they are before they travel.
         reduce_first: bool,
+    },
+    /// Combine of the plain layout whose rows are read where they are, by several ranks.
+    PullCombine {
+        /// Ranks of the domain, at least 2.
+        ranks: usize,
     },
     /// Dispatch of a small batch, in packets.
     PacketDispatch {
@@ -89,6 +94,8 @@ pub(crate) const BARRIER_THREADS: usize = 32;
 pub(crate) const DISPATCH_CONTROL_BYTES: usize = 3072;
 /// Bytes of a row that a warp of combine loads and sums at a time.
 pub(crate) const PIECE_BYTES: usize = 2048;
+/// Parts that the tokens of a combine are divided into: some are pulled, the others sent.
+pub(crate) const PULL_PARTS: usize = 64;
 /// Shared memory of a combine block's control words.
 pub(crate) const COMBINE_CONTROL_BYTES: usize = 3584;
 
@@ -132,6 +139,7 @@ const HEADERS: &[(&str, &str)] = embedded![
     "ops/combine/block.cuh",
     "ops/combine/sum.cuh",
     "ops/combine/gather.cuh",
+    "ops/combine/pull.cuh",
     "ops/combine/send.cuh",
     "ops/combine/send_sum.cuh",
     "ops/combine/reduce.cuh",
@@ -155,7 +163,7 @@ impl Program {
         match self {
             Self::Barrier { .. } => "deepep_barrier",
             Self::Dispatch { .. } => "deepep_dispatch",
-            Self::Combine { .. } => "deepep_combine",
+            Self::Combine { .. } | Self::PullCombine { .. } => "deepep_combine",
             Self::PacketDispatch { .. } => "deepep_packet_dispatch",
             Self::PacketCombine { .. } => "deepep_packet_combine",
             Self::Collective(collective) => collective.entry(),
@@ -170,6 +178,7 @@ impl Program {
             Self::Barrier { ranks }
             | Self::Dispatch { ranks, .. }
             | Self::Combine { ranks, .. }
+            | Self::PullCombine { ranks }
             | Self::PacketDispatch { ranks, .. }
             | Self::PacketCombine { ranks, .. }
             | Self::Meet { ranks }
@@ -194,6 +203,7 @@ impl Program {
         }
         // One rank has nobody to collect from.
         if ranks > 1 {
+            all.push(Self::PullCombine { ranks });
             all.push(Self::Meet { ranks });
             all.push(Self::MultimemBarrier { ranks });
             all.extend(Collective::all(ranks).into_iter().map(Self::Collective));
@@ -213,7 +223,9 @@ impl Program {
         match self {
             Self::Barrier { .. } => include_str!("../../kernels/ops/barrier.cu"),
             Self::Dispatch { .. } => include_str!("../../kernels/ops/dispatch.cu"),
-            Self::Combine { .. } => include_str!("../../kernels/ops/combine.cu"),
+            Self::Combine { .. } | Self::PullCombine { .. } => {
+                include_str!("../../kernels/ops/combine.cu")
+            }
             Self::PacketDispatch { .. } => include_str!("../../kernels/ops/packet_dispatch.cu"),
             Self::PacketCombine { .. } => include_str!("../../kernels/ops/packet_combine.cu"),
             Self::Collective(collective) => collective.source(),
@@ -228,7 +240,7 @@ impl Program {
             Self::Barrier { .. } | Self::Meet { .. } | Self::MultimemBarrier { .. } => {
                 (false, true, 32, BARRIER_THREADS)
             }
-            Self::Collective(_) => (false, true, 32, THREADS),
+            Self::Collective(_) | Self::PullCombine { .. } => (false, true, 32, THREADS),
             Self::PacketCombine { placement, .. } => {
                 (placement == Placement::Expanded, true, 32, PACKET_COMBINE_THREADS)
             }
@@ -250,7 +262,10 @@ impl Program {
             let _ = writeln!(text, "{what}");
         };
         line(format_args!("#define INDEX_BITS {index_bits}"));
-        line(format_args!("constexpr bool EXPANDED = {expanded}, REDUCE_FIRST = {reduce_first};"));
+        let pull = matches!(self, Self::PullCombine { .. });
+        line(format_args!(
+            "constexpr bool EXPANDED = {expanded}, REDUCE_FIRST = {reduce_first}, PULL = {pull};"
+        ));
         if let Self::Collective(collective) = self {
             line(format_args!("{}", collective.constants()));
         }
@@ -272,6 +287,8 @@ impl Program {
             ("TICKET_OWN", Ticket::Own as usize),
             ("TICKET_INCOMING", Ticket::Incoming as usize),
             ("TICKET_RETURN", Ticket::Return as usize),
+            ("TICKET_SUM", Ticket::Sum as usize),
+            ("TICKET_READ", Ticket::Read as usize),
             ("TICKET_KINDS", Ticket::COUNT),
             ("STATUS_RECORD_BYTES", STATUS_RECORD_BYTES),
             ("RECORD_ABORT", RecordKind::Abort as usize),
@@ -283,6 +300,8 @@ impl Program {
             ("DISPATCH_CONTROL_BYTES", DISPATCH_CONTROL_BYTES),
             ("COMBINE_CONTROL_BYTES", COMBINE_CONTROL_BYTES),
             ("PIECE_BYTES", PIECE_BYTES),
+            ("PULL_PARTS", PULL_PARTS),
+            ("READABLE_UNIT", REGION_ALIGNMENT),
             ("PACKET_CONTROL_BYTES", PACKET_CONTROL_BYTES),
             ("PACKET_BYTES", PACKET_BYTES),
             ("GROUP_PACKETS", GROUP_PACKETS),

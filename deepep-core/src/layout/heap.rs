@@ -1,9 +1,9 @@
 //! The symmetric heap as a whole.
 
 use super::{
-    CombineShape, Cursor, DispatchShape, GROUP_PACKETS, HEAP_ALIGNMENT, HandleLayout, OutputLayout,
-    PACKET_BYTES, PacketLayout, ReceiveLayout, StatusLayout, WorkspaceLayout, align_up, lane_packets,
-    packet_groups, weight_packets,
+    CombineShape, Cursor, DispatchShape, GROUP_PACKETS, HEAP_ALIGNMENT, HandleLayout, InputLayout,
+    MAX_SUM_PARTS, OutputLayout, PACKET_BYTES, PacketLayout, Placement, ReceiveLayout, StatusLayout,
+    WorkspaceLayout, align_up, lane_packets, packet_groups, weight_packets,
 };
 use crate::error::{Error, Result};
 
@@ -23,6 +23,8 @@ pub struct HeapConfig {
     pub handle_slots: usize,
     /// Sets of the receive area: 2 (no round trip at the start of a combine), or 1 (half the memory).
     pub receive_sets: usize,
+    /// Slots for outputs of experts that other ranks read where they are, 0 to 256. Plain combines only.
+    pub combine_inputs: usize,
     /// Rows travel in packets if max_tokens is small enough (see [`PacketLayout::possible`]): a fraction of the time, for memory of their own.
     pub packets: bool,
 }
@@ -66,6 +68,12 @@ pub struct HeapLayout {
     pub outputs: SlotArray,
     /// Sets of combine's receive area.
     pub receive: SlotArray,
+    /// Slots for outputs of experts.
+    pub inputs: SlotArray,
+    /// What lies in one of them.
+    pub input: InputLayout,
+    /// Rows of one of them.
+    pub input_rows: usize,
     /// The status block, which is not part of the heap.
     pub status: StatusLayout,
     /// Bytes of the heap, a multiple of [`HEAP_ALIGNMENT`].
@@ -82,6 +90,7 @@ impl HeapLayout {
             ("output_slots", config.output_slots, 1, 256),
             ("handle_slots", config.handle_slots, 1, 4096),
             ("receive_sets", config.receive_sets, 1, 2),
+            ("combine_inputs", config.combine_inputs, 0, 256),
         ];
         for (name, value, low, high) in in_range {
             if value < low || value > high {
@@ -102,7 +111,7 @@ impl HeapLayout {
         let packets = config.packets && PacketLayout::possible(first.ranks, first.max_tokens, experts);
         let handles = config.dispatch.iter().map(|shape| HandleLayout::new(shape, packets).bytes);
         let handle = handles.max().unwrap_or(0);
-        let (mut set, mut slots) = (0, 0);
+        let (mut set, mut flags) = (0, 0);
         for shape in &config.combine {
             shape.validate()?;
             if shape.ranks != first.ranks || shape.max_tokens != first.max_tokens {
@@ -110,10 +119,11 @@ impl HeapLayout {
                 return Err(Error::invalid("combine shape", format!("{shape:?}"), need));
             }
             set = set.max(ReceiveLayout::new(shape).bytes);
-            slots = slots.max(shape.slots());
+            flags = flags.max(shape.flags());
         }
+        let (input, input_rows) = Self::input(config)?;
         let (ranks, max_tokens) = (first.ranks, first.max_tokens);
-        let mut workspace = WorkspaceLayout::new(ranks, max_tokens, experts, slots, config.receive_sets);
+        let mut workspace = WorkspaceLayout::new(ranks, max_tokens, experts, flags, config.receive_sets);
         if packets {
             workspace = workspace.with_packets(|cursor| {
                 PacketLayout::place(cursor, ranks, max_tokens, &config.dispatch, &config.combine)
@@ -123,6 +133,7 @@ impl HeapLayout {
         let handles = SlotArray::place(&mut cursor, config.handle_slots, handle);
         let outputs = SlotArray::place(&mut cursor, config.output_slots, output);
         let receive = SlotArray::place(&mut cursor, config.receive_sets, set);
+        let inputs = SlotArray::place(&mut cursor, config.combine_inputs, input.bytes);
         let bytes = align_up(cursor.bytes(), HEAP_ALIGNMENT);
         if bytes > 1 << 46 {
             return Err(Error::invalid("heap bytes", bytes, "must be below 64 TiB; lower a capacity"));
@@ -135,9 +146,29 @@ impl HeapLayout {
             handles,
             outputs,
             receive,
+            inputs,
+            input,
+            input_rows,
             status: StatusLayout::new(local_experts),
             bytes,
         })
+    }
+
+    /// A slot for outputs of experts takes the widest plain combine, and as many rows as a plain dispatch can deliver.
+    fn input(config: &HeapConfig) -> Result<(InputLayout, usize)> {
+        let rows = config.dispatch.iter().filter(|d| d.placement == Placement::Plain);
+        let rows = rows.map(|d| d.row_capacity).max().unwrap_or(0);
+        let plain = config.combine.iter().filter(|c| c.placement == Placement::Plain);
+        let all = plain.map(|shape| InputLayout::new(shape, rows)).max_by_key(|input| input.bytes);
+        match all {
+            Some(input) if config.combine_inputs > 0 => Ok((input, rows)),
+            None if config.combine_inputs > 0 => {
+                let need =
+                    "rows are read where they are in the plain layout only, which this buffer does not take";
+                Err(Error::invalid("combine_inputs", config.combine_inputs, need))
+            }
+            _ => Ok((InputLayout { rows: 0, weights: 0, bytes: 0 }, 0)),
+        }
     }
 
     /// Checks that a dispatch of this shape fits into a slot of each kind, and returns where its parts lie.
@@ -178,6 +209,15 @@ impl HeapLayout {
         Ok(receive)
     }
 
+    /// Most parts in which sums of this shape can travel: as many as there is room for flags.
+    pub fn most_sum_parts(&self, shape: &CombineShape) -> usize {
+        let cells = shape.slots() * shape.max_tokens;
+        self.workspace
+            .arrived_set
+            .checked_div(cells)
+            .map_or(MAX_SUM_PARTS, |most| most.clamp(1, MAX_SUM_PARTS))
+    }
+
     fn same_domain(&self, ranks: usize, max_tokens: usize) -> Result<()> {
         if ranks != self.ranks {
             return Err(Error::invalid("ranks", ranks, format!("the buffer has {}", self.ranks)));
@@ -200,7 +240,6 @@ impl HeapLayout {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Placement;
     use super::super::shape::tests::dispatch;
     use super::*;
 
@@ -218,6 +257,7 @@ mod tests {
             output_slots: 2,
             handle_slots: 4,
             receive_sets: 2,
+            combine_inputs: usize::from(placement == Placement::Plain),
             packets: true,
         }
     }
@@ -226,6 +266,10 @@ mod tests {
     fn regions_do_not_overlap() {
         for ranks in [1, 2, 4, 8] {
             let l = HeapLayout::new(&config(ranks, 300, Placement::Expanded)).unwrap();
+            assert_eq!((l.inputs.stride, l.input_rows), (0, 0));
+            let p = HeapLayout::new(&config(ranks, 300, Placement::Plain)).unwrap();
+            assert!(p.receive.at(p.receive.count) <= p.inputs.offset && p.inputs.at(1) <= p.bytes);
+            assert_eq!((p.input_rows, p.input.weights), (300 * ranks, 300 * ranks * 14336));
             assert!(l.workspace.bytes <= l.handles.offset);
             assert!(l.handles.at(l.handles.count) <= l.outputs.offset);
             assert!(l.outputs.at(l.outputs.count) <= l.receive.offset);
@@ -262,5 +306,8 @@ mod tests {
         assert!(HeapLayout::new(&c).unwrap_err().to_string().contains("64 TiB"));
         c.output_slots = 0;
         assert!(HeapLayout::new(&c).is_err());
+        let mut c = config(2, 64, Placement::Expanded);
+        c.combine_inputs = 1;
+        assert!(HeapLayout::new(&c).unwrap_err().to_string().starts_with("combine_inputs"));
     }
 }

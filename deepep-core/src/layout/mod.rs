@@ -21,7 +21,7 @@ mod status;
 mod workspace;
 
 pub use collective::{COLLECTIVE_BLOCKS, CollectiveConfig, CollectiveLayout};
-pub use combine::ReceiveLayout;
+pub use combine::{InputLayout, ReceiveLayout};
 pub use dispatch::{HandleLayout, OutputLayout};
 pub use heap::{HeapConfig, HeapLayout, SlotArray};
 pub use packets::{
@@ -47,6 +47,8 @@ pub const MAX_TOKENS: usize = 1 << 17;
 pub const MAX_ROW_BYTES: usize = 128 << 10;
 /// Most 4-byte scale packs of a row.
 pub const MAX_SCALE_PACKS: usize = 4096;
+/// Most parts in which the sum of a token travels.
+pub const MAX_SUM_PARTS: usize = 4;
 /// Most blocks of one kernel.
 pub const MAX_BLOCKS: usize = 256;
 /// Most blocks of one kernel that send.

@@ -59,6 +59,11 @@ impl Plan {
             item("dispatch results", format!("{} × ({rows} + ids and weights)", o.count), o.count * o.stride),
             item("combine receive area", format!("{} × ({back} + weights)", r.count), r.count * r.stride),
         ];
+        let i = &layout.inputs;
+        if i.count > 0 {
+            let formula = format!("{} × ({} rows + weights)", i.count, layout.input_rows);
+            items.push(item("combine inputs", formula, i.count * i.stride));
+        }
         let sum: usize = items.iter().map(|i| i.bytes).sum();
         items.push(item("rounding", String::from("2 MiB mappings, aligned regions"), layout.bytes - sum));
         Ok(Self { items, total: layout.bytes, host: layout.status.bytes, layout })
@@ -100,6 +105,7 @@ mod tests {
             output_slots: 1,
             handle_slots: 1,
             receive_sets: 1,
+            combine_inputs: 0,
             packets: true,
         };
         let plan = Plan::new(&config).unwrap();

@@ -1,7 +1,8 @@
 //! What a call moves: the numbers that layouts are computed from.
 
 use super::{
-    MAX_EXPERTS, MAX_RANKS, MAX_ROW_BYTES, MAX_SCALE_PACKS, MAX_TOKENS, MAX_TOPK, ROW_GRANULARITY, align_up,
+    MAX_EXPERTS, MAX_RANKS, MAX_ROW_BYTES, MAX_SCALE_PACKS, MAX_SUM_PARTS, MAX_TOKENS, MAX_TOPK,
+    ROW_GRANULARITY, align_up,
 };
 use crate::error::{Error, Result};
 
@@ -174,6 +175,16 @@ impl CombineShape {
         }
     }
 
+    /// Flags of a token for which a buffer that is made for this shape has room: one a slot; in the expanded layout, where a token's sum may travel in parts, also
+    /// if this shape does not sum, several for each rank.
+    pub const fn flags(&self) -> usize {
+        let sums = if self.ranks - 1 < self.topk { self.ranks - 1 } else { self.topk };
+        match (self.slots(), sums * MAX_SUM_PARTS) {
+            (slots, parts) if matches!(self.placement, Placement::Expanded) && parts > slots => parts,
+            (slots, _) => slots,
+        }
+    }
+
     /// Checks every limit that layouts and kernels rely on.
     pub fn validate(&self) -> Result<()> {
         check_domain(self.ranks, self.max_tokens, self.ranks, self.topk)?;
@@ -308,5 +319,8 @@ pub(crate) mod tests {
         assert_eq!(combine(8, 6, Plain, true).slots(), 6);
         assert!(combine(8, 6, Plain, true).by_lane());
         assert_eq!(combine(2, 8, Expanded, false).slots(), 8);
+        let flags = |ranks, topk, sum| combine(ranks, topk, Expanded, sum).flags();
+        assert_eq!((flags(1, 8, true), flags(2, 8, true), flags(8, 6, true)), (0, 4, 24));
+        assert_eq!((flags(2, 8, false), flags(4, 8, false), combine(4, 8, Plain, true).flags()), (8, 12, 3));
     }
 }

@@ -104,6 +104,8 @@ codes! {
         Cells = 11, "PHASE_CELLS", "values of a peer";
         /// A step of a peer's block of the same number.
         Stage = 12, "PHASE_STAGE", "a step of a peer";
+        /// The end of a peer's reading of this rank's rows.
+        Reading = 13, "PHASE_READING", "end of reading";
     }
 }
 
@@ -283,6 +285,6 @@ mod tests {
         assert_eq!(Phase::from_code(7), Some(Phase::Started));
         assert_eq!(Phase::from_code(0), None);
         assert_eq!(Operation::Combine.describe(), "combine");
-        assert_eq!(Phase::NAMED.len(), 12);
+        assert_eq!(Phase::NAMED.len(), 13);
     }
 }

@@ -14,11 +14,15 @@ pub enum Ticket {
     Incoming = 2,
     /// Rows of a combine.
     Return = 3,
+    /// Tokens that a combine sums from rows that it pulls.
+    Sum = 4,
+    /// Blocks of a combine that have read all that they pull.
+    Read = 5,
 }
 
 impl Ticket {
     /// Number of kinds.
-    pub const COUNT: usize = 4;
+    pub const COUNT: usize = 6;
 }
 
 /// Offsets of the workspace's cells.
@@ -35,9 +39,12 @@ pub struct WorkspaceLayout {
     pub ready: usize,
     /// Peer, `u32[ranks][MAX_BLOCKS]`: a sending block of a plain dispatch is done.
     pub done: usize,
-    /// Peer, `u64[2 parities][ranks]`, one cache line each: a combine kernel has started, and with what call.
+    /// Peer, `u64[2 parities][ranks]`, one cache line each: a combine kernel has started, and with what call. In a call that pulls two more words of the
+    /// line say where that rank's rows and weights lie in its heap.
     pub started: usize,
-    /// Peer, `u32[sets][slots][max_tokens]`: a row of a combine has arrived.
+    /// Peer, `u32[ranks]`, one cache line each: a rank has read all that it pulls from here in a combine.
+    pub read: usize,
+    /// Peer, `u32[sets][slots][max_tokens][parts]`: a row of a combine, or a part of it, has arrived.
     pub arrived: usize,
     /// Cells of one set in [`arrived`](Self::arrived).
     pub arrived_set: usize,
@@ -73,14 +80,15 @@ impl WorkspaceLayout {
     /// First of the E + R count cells.
     pub const CELL_COUNTS: usize = 2;
 
-    /// Layout for a buffer with these maxima. `slots` is the most slots a token has in combine's receive area.
-    pub fn new(ranks: usize, max_tokens: usize, experts: usize, slots: usize, sets: usize) -> Self {
+    /// Layout for a buffer with these maxima. `flags` is the most flags that a token has in combine's receive area.
+    pub fn new(ranks: usize, max_tokens: usize, experts: usize, flags: usize, sets: usize) -> Self {
         let cells = align_up(Self::CELL_COUNTS + experts + ranks, 16);
-        let arrived_set = slots * max_tokens;
+        let arrived_set = flags * max_tokens;
         let mut c = Cursor::at(0);
         let abort = c.take(1, Self::LINE);
         let barrier = c.take(ranks, Self::LINE);
         let started = c.take(2 * ranks, Self::LINE);
+        let read = c.take(ranks, Self::LINE);
         let totals = c.take(2 * ranks * cells, 8);
         let done = c.take(ranks * MAX_BLOCKS, 4);
         let ready = c.take(ranks * max_tokens, 4);
@@ -96,6 +104,7 @@ impl WorkspaceLayout {
             ready,
             done,
             started,
+            read,
             arrived,
             arrived_set,
             barrier,
@@ -129,7 +138,7 @@ mod tests {
         assert_eq!(w.cells, 272);
         assert_eq!(w.abort, 0);
         assert_eq!(w.barrier, 256);
-        assert_eq!(w.totals, 256 + 3 * 8 * 128);
+        assert_eq!(w.totals, 256 + 4 * 8 * 128);
         assert_eq!(w.done - w.totals, 2 * 8 * 272 * 8);
         assert_eq!(w.arrived - w.ready, 8 * 8192 * 4);
         assert!(w.bytes < 1 << 20, "{}", w.bytes);

@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use super::Digest;
-use crate::backend::{CombineCall, Order};
+use crate::backend::{CombineCall, Order, Readable};
 use crate::buffer::Shared;
-use crate::config::Reduction;
+use crate::config::{Reduction, Transfer};
 use crate::error::{Error, Result};
 use crate::handle::Handle;
 use crate::layout::{CombineShape, Placement};
 use crate::stream::{Event, EventRef, StreamRef};
-use crate::tensor::{DType, TensorMut, TensorRef};
+use crate::tensor::{DType, Extent, TensorMut, TensorRef};
 
 /// Arguments of [`ElasticBuffer::combine`](crate::ElasticBuffer::combine).
 pub struct CombineArgs<'a> {
@@ -20,6 +20,7 @@ pub struct CombineArgs<'a> {
     weights: Option<(TensorRef<'a>, TensorMut<'a>)>,
     biases: Vec<TensorRef<'a>>,
     reduction: Reduction,
+    transfer: Transfer,
     order: Order<'a>,
 }
 
@@ -29,8 +30,16 @@ impl<'a> CombineArgs<'a> {
     ///
     /// Contributions are added in ascending order of their lanes, in single precision, and rounded to BF16 once.
     pub fn new(x: TensorRef<'a>, handle: &'a Handle, out: TensorMut<'a>) -> Self {
-        let order = Order::default();
-        Self { x, handle, out, weights: None, biases: Vec::new(), reduction: Reduction::AtExperts, order }
+        Self {
+            x,
+            handle,
+            out,
+            weights: None,
+            biases: Vec::new(),
+            reduction: Reduction::AtExperts,
+            transfer: Transfer::Auto,
+            order: Order::default(),
+        }
     }
 
     /// Sends weights back: `f32` `[received tokens, topk]` (plain) or `[rows, 1]` (expanded) into `f32` `[tokens, topk]`. They are not multiplied with anything; lanes
@@ -52,6 +61,15 @@ impl<'a> CombineArgs<'a> {
     #[must_use]
     pub fn reduction(mut self, reduction: Reduction) -> Self {
         self.reduction = reduction;
+        self
+    }
+
+    /// How rows of the plain layout travel. All ranks choose the same; with [`Transfer::Auto`] all ranks give an `x` (and weights) in the heap, or
+    /// none does: an empty one counts as in the heap if it is a view of a [`CombineInput`](crate::CombineInput) or of a result.
+    /// [`RanksDisagree`](Error::RanksDisagree) otherwise.
+    #[must_use]
+    pub fn transfer(mut self, transfer: Transfer) -> Self {
+        self.transfer = transfer;
         self
     }
 
@@ -143,6 +161,7 @@ impl<'a> CombineArgs<'a> {
             placement: dispatched.placement,
             reduce_first: self.reduction == Reduction::AtExperts,
         };
+        let pull = transfer(self.transfer, shared, &shape, &self.x, topk_weights.as_deref())?;
         let receive = shared.layout.fits_combine(&shape)?;
         let digest = [
             shape.row_bytes,
@@ -150,6 +169,7 @@ impl<'a> CombineArgs<'a> {
             shape.placement as usize,
             shape.reduce_first.into(),
             topk_weights.is_some().into(),
+            pull.is_some().into(),
             inner.number as usize,
         ]
         .into_iter()
@@ -163,6 +183,7 @@ impl<'a> CombineArgs<'a> {
             handle_slot: inner.lease.slot,
             tokens: n,
             x: self.x,
+            pull,
             topk_weights,
             biases,
             out: self.out,
@@ -171,4 +192,44 @@ impl<'a> CombineArgs<'a> {
             order: self.order,
         })
     }
+}
+
+/// Where the peers read x and the weights, if rows are to be pulled.
+fn transfer(
+    wanted: Transfer,
+    shared: &Shared,
+    shape: &CombineShape,
+    x: &Extent,
+    weights: Option<&Extent>,
+) -> Result<Option<Readable>> {
+    let refuse = |what: &str| match wanted {
+        Transfer::Pull => Err(Error::invalid("transfer", "Pull", what.to_owned())),
+        Transfer::Auto | Transfer::Push => Ok(None),
+    };
+    if wanted == Transfer::Push {
+        return Ok(None);
+    }
+    if shape.placement != Placement::Plain {
+        return refuse("rows are read where they are in the plain layout only");
+    }
+    if shared.layout.workspace.packets.is_some() {
+        return refuse("this buffer's rows travel in packets; build it without");
+    }
+    let (Some(x), Some(weights)) = (offset(shared, x), weights.map_or(Some(0), |w| offset(shared, w))) else {
+        return refuse(
+            "x and the weights must lie in the buffer's heap: in a combine input, or in a result of a dispatch",
+        );
+    };
+    // One rank has nobody to read from.
+    Ok((shape.ranks > 1).then_some(Readable { x, weights }))
+}
+
+/// Where a tensor lies in this rank's heap, if it does and peers can read it there.
+fn offset(shared: &Shared, tensor: &Extent) -> Option<u32> {
+    if tensor.bytes() == 0 {
+        return (tensor.buffer() == Some(shared.id)).then_some(0);
+    }
+    let offset = tensor.address().checked_sub(shared.heap.base())?;
+    let inside = offset.checked_add(tensor.bytes() as u64)? <= shared.layout.bytes as u64;
+    if inside { Readable::unit(offset) } else { None }
 }

@@ -276,10 +276,33 @@ impl<'a> TensorMut<'a> {
         Self { extent: Extent::contiguous(address, dtype, shape, home), memory: PhantomData }
     }
 
+    /// A contiguous view of memory of a buffer.
+    ///
+    /// # Safety
+    /// As [`from_raw`](Self::from_raw), and the address must be aligned. If the home names a buffer, nobody else's operations get the view:
+    /// the promise need only cover work of that buffer.
+    pub(crate) unsafe fn heap(address: u64, home: Home, dtype: DType, shape: [usize; 2]) -> Self {
+        Self { extent: Extent::contiguous(address, dtype, shape, home), memory: PhantomData }
+    }
+
     /// The same view, known to be of memory of a device.
     pub(crate) fn on_device(mut self, ordinal: i32) -> Self {
         self.extent.home.device = Some(ordinal);
         self
+    }
+
+    /// The elements as a slice to be written.
+    ///
+    /// # Errors
+    /// As [`TensorRef::as_slice`].
+    pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
+        let n = self.as_ref().as_slice::<T>()?.len();
+        if n == 0 {
+            return Ok(&mut []);
+        }
+        // SAFETY: `as_slice` has checked the element type, that the CPU can use the memory and that there are no gaps; the view is an exclusive borrow
+        // of n elements, itself borrowed exclusively, and any bit pattern is a T.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.extent.address as *mut T, n) })
     }
 
     /// Reads the tensor for as long as this is borrowed.

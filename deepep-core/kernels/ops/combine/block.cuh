@@ -6,10 +6,21 @@
 #include "comm/begun.cuh"
 
 constexpr u32 MAX_STAGES = 8;
+// Rows of a token are summed before they travel. Then a token goes in parts: each is summed, sent, announced and reduced for itself, by whoever comes next.
+constexpr bool SUMS = EXPANDED && REDUCE_FIRST;
+
+// Addresses of what a rank lets this one read.
+struct Source {
+    u64 x, weights;
+};
 
 struct Control {
     u64 bars[WARPS][MAX_STAGES];
+    Source sources[PULL ? RANKS : 1];  // from `known` on
     u32 failed;
+    u32 known;
+    u32 reading;  // warps that may still read from other ranks
+    u32 lost;     // one of them has given up
     Mailboxes mail;
 };
 static_assert(sizeof(Control) <= COMBINE_CONTROL_BYTES, "the host reserves too little shared memory");
@@ -42,7 +53,18 @@ struct Block {
     DEVICE u32* arrived(u32 r) const { return cell32(d, r, d.arrived) + (u64)set() * d.arrived_set; }
     // Cell of a token's slot: also the row's number in the receive area.
     DEVICE u32 cell(u32 slot, u32 token) const { return slot * p.max_tokens + token; }
+    // Of a part of it, which has a flag of its own.
+    DEVICE u32 flag(u32 cell, u32 part) const { return SUMS ? cell * p.parts + part : cell; }
+    // Where a part of a row begins: whole pieces, as equally many as can be.
+    DEVICE u32 part_begin(u32 part) const {
+        const u32 pieces = (p.row_bytes + PIECE_BYTES - 1) / PIECE_BYTES, at = part * pieces / p.parts * PIECE_BYTES;
+        return at < p.row_bytes ? at : p.row_bytes;
+    }
     DEVICE const u8* x_row(u32 row) const { return (const u8*)p.x + (u64)row * p.row_bytes; }
+    // Of every 64 tokens the last `pulled` are read by their ranks where the experts left them, the others are sent.
+    DEVICE bool pulled(u32 token) const { return PULL && token % PULL_PARTS >= PULL_PARTS - p.pulled; }
+    // Where rank `from` says on rank r that it has read all.
+    DEVICE u32* read_cell(u32 r, u32 from) const { return cell32(d, r, p.read + from * CELL_LINE); }
 };
 
 // Slot of rank s's contribution at rank r, if peers have slots.

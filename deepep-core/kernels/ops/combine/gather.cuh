@@ -25,6 +25,7 @@ struct Terms {
     u32 partial;  // rows of the partial sum, or 0
     u32 rows;     // all rows
     u32 before;
+    u32 begin, end;  // bytes of the rows that are summed; SUMS only, otherwise all
 
     // `own`: lanes whose rows make up the partial sum. `others`: lanes whose rows are terms. `stands`: lane of the partial sum.
     DEVICE void set(u32 lane, u64 row, u32 own, u32 others, u32 stands) {
@@ -32,6 +33,7 @@ struct Terms {
         partial = __popc(own);
         rows = partial + __popc(others);
         before = __popc(others & warp::below(stands));
+        begin = 0;
         at = own >> lane & 1      ? (i32)__popc(own & warp::below(lane))
              : others >> lane & 1 ? (i32)(partial + __popc(others & warp::below(lane)))
                                   : -1;
@@ -40,9 +42,10 @@ struct Terms {
 };
 
 // Walk: what is summed, and what becomes of it. Its functions are called by whole warps.
-//   static constexpr bool PARTIAL: whether there are partial sums.
+//   static constexpr bool PARTIAL: whether there are partial sums. READS: whether it is to be told when all has been loaded.
+//   void loaded(): the last rows of the last result have arrived; not called if that result has none.
 //   bool take(Terms&): the next result, or false at the end.
-//   bool ready(bool wait): all rows of that result are there; if `wait`, false only after an abort.
+//   bool ready(bool wait, Terms&): all rows of that result are there, and its terms say where; if `wait`, false only after an abort.
 //   void begin(): that result becomes the current one.
 //   bool biased(): whether there are biases.
 //   u32 biases(Sum (&)[VECTORS], u32 from, u32 end): adds biases to a cleared sum, bytes `from` to `end` of the row; how many.
@@ -70,13 +73,14 @@ struct Gather {
     }
 
     DEVICE u32 batch(const Terms& t, u32 row) const { return t.rows - row < limit ? t.rows - row : limit; }
+    DEVICE u32 end_of(const Terms& t) const { return SUMS ? t.end : b.p.row_bytes; }
     DEVICE u32 bytes(u32 byte) const { return b.p.row_bytes - byte < size ? b.p.row_bytes - byte : size; }
 
     // Loads as much as there is room for, up to the end of the result behind the current one. False after an abort.
     template <class Walk>
     DEVICE bool fill(Walk& walk) {
         for (;;) {
-            if (next.rows == 0 || from >= b.p.row_bytes) {
+            if (next.rows == 0 || from >= end_of(next)) {
                 if (ahead || !more) return true;
                 more = walk.take(next);
                 if (!more) {
@@ -84,8 +88,9 @@ struct Gather {
                     return true;
                 }
                 ahead = true;
-                from = first = 0;
-                there = walk.ready(false);
+                from = next.begin;
+                first = 0;
+                there = walk.ready(false, next);
                 continue;
             }
             const u32 n = batch(next, first);
@@ -93,7 +98,7 @@ struct Gather {
             // Rows of a partial sum are this rank's own and need not be waited for.
             if (!there && first + n > next.partial) {
                 if (started != ended) return true;
-                if (!walk.ready(true)) return false;
+                if (!walk.ready(true, next)) return false;
                 there = true;
             }
             u64* bar = bars + started % MAX_STAGES;
@@ -150,6 +155,9 @@ struct Gather {
     template <class Walk>
     DEVICE bool piece_at_once(Walk& walk, const Terms& now, u32 at) {
         if (now.rows && (!fill(walk) || !wait())) return false;
+        if constexpr (Walk::READS) {
+            if (!more && started == ended + 1) walk.loaded();
+        }
         const u32 first_slot = oldest_slot(), end = at + bytes(at);
         u32 second_slot = first_slot;
         next_slot(second_slot);
@@ -261,7 +269,7 @@ struct Gather {
             const Terms now = next;
             walk.begin();
 #pragma unroll 1
-            for (u32 at = 0; at < b.p.row_bytes; at += size) {
+            for (u32 at = now.begin; at < end_of(now); at += size) {
                 bool ok;
                 if constexpr (EXPANDED) ok = piece(walk, now, at);
                 else ok = piece_at_once(walk, now, at);

@@ -3,24 +3,22 @@
 #include "ops/combine/block.cuh"
 
 // Received tokens that one warp sends back. Visits alternate over peers, each in ascending token order, starting with another peer on
-// every rank. Rows that are sent as they are go by ticket, since multiprocessors get very unequal shares of the link. Sums take as long to make as to
-// send, and so long that tickets drawn ahead would be most of them: they are shared out.
+// every rank. Rows that are sent as they are go by ticket, since multiprocessors get very unequal shares of the link. Sums go by ticket if there are so
+// many that those drawn ahead are few: they take unequal times, having unequal numbers of rows.
 struct Worklist {
     static constexpr u32 PEERS = RANKS > 1 ? RANKS - 1 : 1;
-    static constexpr bool DRAWN = !(EXPANDED && REDUCE_FIRST);
 
     const Block& b;
     u32 received, base;  // lane s: tokens from rank s, and first token index
     u32 visits, step;
-    u32 visit;           // the next one (DRAWN: lane 0)
+    u32 visit;           // the next one (drawn: lane 0)
     bool some;           // a token is being looked up:
     i32 index;           // its token index here, its rank, its entry in the handle
-    u32 peer;
+    u32 peer, part;
     u64 source;
 
     DEVICE Worklist(const Block& block, u32 worker, u32 workers)
-        : b(block), received(0), base(0), visits(0), step(workers), visit(worker), some(false), index(-1), peer(0), source(0) {
-        if (DRAWN) advance();
+        : b(block), received(0), base(0), visits(0), step(workers), visit(worker), some(false), index(-1), peer(0), part(0), source(0) {
         const i32* psum = b.handle<i32>(b.p.rank_psum);
         if (b.lane < RANKS) {
             base = b.lane ? psum[b.lane - 1] : 0;
@@ -32,18 +30,25 @@ struct Worklist {
             const u32 n = warp::get(received, s);
             if (s != b.me && n > most) most = n;
         }
-        visits = most * PEERS;
+        visits = most * PEERS * (SUMS ? b.p.parts : 1);
         look_up();
     }
+    DEVICE bool drawn() const { return !SUMS || b.p.drawn; }
+    // Each warp's first visit has its number: the first row need not wait for a ticket.
     DEVICE void advance() {
-        if (!DRAWN) visit += step;
-        else if (b.lane == 0) visit = arch::add_gpu(b.ticket(TICKET_RETURN), 1);
+        if (!drawn()) visit += step;
+        else if (b.lane == 0) visit = step + arch::add_gpu(b.ticket(TICKET_RETURN), 1);
     }
     DEVICE void look_up() {
         for (some = false; !some;) {
-            const u32 v = DRAWN ? warp::get(visit, 0) : visit, at = v / PEERS;
+            u32 v = drawn() ? warp::get(visit, 0) : visit;
             if (v >= visits) return;
             advance();
+            if (SUMS) {
+                part = v % b.p.parts;
+                v /= b.p.parts;
+            }
+            const u32 at = v / PEERS;
             peer = (b.me + 1 + v % PEERS) % RANKS;
             index = (i32)(warp::get(base, peer) + at);
             some = at < warp::get(received, peer);
@@ -54,17 +59,20 @@ struct Worklist {
 
 // A token that goes back.
 struct Returned {
-    u32 peer, token, lanes;
+    u32 peer, token, lanes, part;
     i32 index;
 
     // Takes the next token of a list, whose entry was loaded while the one before was at work. Whole warp.
     DEVICE bool take(Worklist& list) {
-        if (!list.some) return false;
-        peer = list.peer;
-        index = list.index;
-        token = (u32)list.source - peer * list.b.p.max_tokens;
-        lanes = (u32)(list.source >> 32);
-        list.look_up();
+        do {
+            if (!list.some) return false;
+            peer = list.peer;
+            index = list.index;
+            part = list.part;
+            token = (u32)list.source - peer * list.b.p.max_tokens;
+            lanes = (u32)(list.source >> 32);
+            list.look_up();
+        } while (list.b.pulled(token));
         return true;
     }
 };
@@ -136,9 +144,10 @@ struct Sender {
         if (b.lane == s) {
             ok = wait_until(b.d, b.place(PHASE_LOCAL_COPY, b.me, s), 1,
                             [&](u64&) { return arch::mbarrier_try_wait(bars + s, phase); });
-            phase ^= 1;
-            loading = false;
+            // After an abort the load is still under way, and is waited for at the end.
             if (ok) {
+                phase ^= 1;
+                loading = false;
                 const u32 rank = code >> CODE_RANK_SHIFT, cell = code & ((1u << CODE_RANK_SHIFT) - 1);
                 arch::bulk_store((void*)b.receive_row(rank, cell), at(s), b.p.row_bytes);
                 arch::bulk_commit();
@@ -188,11 +197,10 @@ struct Sender {
     }
 
     DEVICE void run(u32 worker, u32 workers) {
+        // Made first: its loads are under way during the wait.
+        Worklist list(b, worker, workers);
         bool ok = wait_started(b);
-        if (ok) {
-            Worklist list(b, worker, workers);
-            for (Returned next; ok && next.take(list);) ok = send_token(next);
-        }
+        for (Returned next; ok && next.take(list);) ok = send_token(next);
         while (ok && tail != head) ok = store_oldest() && settle(code);
         weights.flush();
         if (loading) {  // after a failure: let the load end

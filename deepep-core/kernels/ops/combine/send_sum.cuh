@@ -5,11 +5,11 @@
 
 // The received tokens that one warp sends back (see Gather). A piece of a sum leaves as soon as it is there.
 //
-// Piece slot s of the warp belongs to lane s, which issues its stores. A slot is written again when its store has read it. Each lane ends a token with
-// the same number of bulk groups, some of them empty, so that after a token the pieces of the one before can be waited for; then its flag
+// Piece slot s of the warp belongs to lane s, which issues its stores. A slot is written again when its store has read it. Each lane ends a part of a token
+// with the same number of bulk groups, some of them empty, so that after it the pieces of the one before can be waited for; then its flag
 // is handed in.
 struct SumSender {
-    static constexpr bool PARTIAL = false;
+    static constexpr bool PARTIAL = false, READS = false;
     struct Token : Returned {
         i32 row;  // of this lane, −1 for lanes that live elsewhere
     };
@@ -18,17 +18,17 @@ struct SumSender {
     Worklist list;
     u8* slots;
     u32 slot, count;           // next slot, and how many there are
-    u32 groups;                // bulk groups of a lane for a token
-    u32 flag;                  // of the token before the current one
+    u32 groups, made;          // bulk groups of a lane for a part of a token, and those of the current one so far
+    u32 flag;                  // of the part before the current one
     bool some;                 // `ahead` is a token
     Token ahead, coming, now;  // being looked up, being loaded, being summed
     Weights weights;
 
     DEVICE SumSender(const Block& block, u32 worker, u32 workers)
         : b(block), list(block, worker, workers), slots(block.stages + (u64)block.warp * block.p.stages * PIECE_BYTES), slot(0),
-          count(block.p.stages), groups(0), flag(EMPTY), some(true), weights(block) {
-        const u32 pieces = (b.p.row_bytes + PIECE_BYTES - 1) / PIECE_BYTES;
-        groups = (pieces + count - 1) / count;
+          count(block.p.stages), groups(0), made(0), flag(EMPTY), some(true), weights(block) {
+        const u32 pieces = (b.p.row_bytes + PIECE_BYTES - 1) / PIECE_BYTES, most = (pieces + b.p.parts - 1) / b.p.parts;
+        groups = (most + count - 1) / count;
         look_up();
     }
     DEVICE void look_up() {
@@ -36,7 +36,7 @@ struct SumSender {
         ahead.row = -1;
         if (some && ahead.lanes >> b.lane & 1) ahead.row = b.handle<i32>(b.p.lane_row)[(u64)ahead.index * b.p.lanes + b.lane];
     }
-    // All pieces of the token before the current one have completed. Whole warp.
+    // All pieces of the part before the current one have completed. Whole warp.
     DEVICE bool publish() {
         warp::sync();
         bool ok = true;
@@ -50,13 +50,15 @@ struct SumSender {
         look_up();
         const u64 row = (u64)b.x_row(coming.row < 0 ? 0 : coming.row);
         terms.set(b.lane, row, 0, coming.lanes, 0);
+        terms.begin = b.part_begin(coming.part);
+        terms.end = b.part_begin(coming.part + 1);
         return true;
     }
-    DEVICE bool ready(bool) const { return true; }
+    DEVICE bool ready(bool, Terms&) const { return true; }
     DEVICE void begin() {
         now = coming;
-        slot = 0;
-        weights.take(now.peer, now.token, now.lanes, now.row < 0 ? 0 : now.row);
+        slot = made = 0;
+        weights.take(now.peer, now.token, now.part ? 0 : now.lanes, now.row < 0 ? 0 : now.row);
     }
     DEVICE bool biased() const { return false; }
     DEVICE u32 biases(Sum (&)[VECTORS], u32, u32) const { return 0; }
@@ -73,20 +75,20 @@ struct SumSender {
         if (b.lane == slot) {
             arch::bulk_store((void*)(b.receive_row(now.peer, cell()) + from), slots + slot * PIECE_BYTES, end - from);
             arch::bulk_commit();
+            made++;
         }
         if (++slot == count) slot = 0;
         return true;
     }
     DEVICE bool end() {
-        // Lanes that had one piece less: slot is the first of them, or 0.
-        if (slot != 0 && b.lane >= slot) arch::bulk_commit();
+        for (; made < groups; made++) arch::bulk_commit();
         arch::bulk_wait_but(groups);
         if (!publish()) return false;
-        flag = now.peer << CODE_RANK_SHIFT | cell();
+        flag = now.peer << CODE_RANK_SHIFT | b.flag(cell(), now.part);
         return true;
     }
 
-    // After the last token: everything has left.
+    // After the last part: everything has left.
     DEVICE void finish(bool ok) {
         weights.flush();
         arch::bulk_wait();
@@ -98,14 +100,9 @@ struct SumSender {
 
 DEVICE void send_sums(const Block& b, u32 worker, u32 workers) {
     Gather gather(b, b.warp * b.p.sender_pieces * PIECE_BYTES, b.p.sender_pieces);
-    const bool started = wait_started(b);
-    bool ok = started;
-    if (started) {
-        SumSender sender(b, worker, workers);
-        ok = gather.run(sender);
-        sender.finish(ok);
-    } else if (b.lane == 0) {
-        hand_in_done(b.control.mail);
-    }
+    // Made first: its loads are under way during the wait.
+    SumSender sender(b, worker, workers);
+    const bool ok = wait_started(b) && gather.run(sender);
+    sender.finish(ok);
     if (!ok) gather.drain();
 }

@@ -51,7 +51,7 @@ struct Parts {
 #[derive(Default)]
 struct Plan {
     dispatch: Plans<DispatchShape, DispatchPlan>,
-    combine: Plans<(CombineShape, DispatchShape), CombinePlan>,
+    combine: Plans<(CombineShape, DispatchShape, bool), CombinePlan>,
 }
 
 impl CudaBackend {
@@ -289,15 +289,17 @@ impl Backend for CudaBackend {
 
     fn combine(&self, call: CombineCall<'_>) -> Result<Result<Event>> {
         let engine = &self.parts.engine;
-        let key = (call.shape, call.dispatched);
-        let planned =
-            self.plans().combine.get(&key, |(shape, dispatched)| engine.plan_combine(shape, dispatched));
+        let key = (call.shape, call.dispatched, call.pull.is_some());
+        let make =
+            |(shape, dispatched, pull): &_| -> Result<_> { engine.plan_combine(shape, dispatched, *pull) };
+        let planned = self.plans().combine.get(&key, make);
         let plan = match planned {
             Ok(plan) => plan,
             Err(e) => return Ok(Err(e)),
         };
         let launch = CombineLaunch {
             x: self.address(Some(&call.x)),
+            pull: call.pull,
             weights: self.address(call.topk_weights.as_deref()),
             biases: call.biases.map(|bias| self.address(bias.as_deref())),
             out: self.address(Some(&call.out)),

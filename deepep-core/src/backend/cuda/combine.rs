@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use cuda_vmm::sys::CUstream;
 
-use super::grid::CombineGrid;
+use super::combine_grid::CombineGrid;
 use super::module::Kernel;
 use super::packets::PacketGrid;
 use super::{Engine, LaunchShape, Setting};
+use crate::backend::Readable;
 use crate::error::{Error, Result};
 use crate::jit::Program;
 use crate::jit::params::{CombineParams, PacketCombineParams};
@@ -22,6 +23,7 @@ pub(crate) struct CombinePlan {
 /// What a combine of one shape needs to be launched, besides its kernel.
 pub(super) struct CombineNumbers {
     shape: CombineShape,
+    pull: bool,
     form: Form,
     params: CombineParams,
     handles: SlotArray,
@@ -46,6 +48,8 @@ pub(super) enum CombineArguments {
 pub(crate) struct CombineLaunch {
     /// Received rows, after the experts.
     pub(crate) x: u64,
+    /// Where peers read them, if the plan is to pull.
+    pub(crate) pull: Option<Readable>,
     /// `f32[received tokens, K]` (plain) or `f32[rows]` (expanded).
     pub(crate) weights: u64,
     /// `[tokens]` rows each; the second only with the first.
@@ -61,8 +65,13 @@ pub(crate) struct CombineLaunch {
 }
 
 impl Setting {
-    /// The numbers of combines of one shape, of what dispatches of shape `dispatched` received.
-    pub(super) fn combine(&self, shape: &CombineShape, dispatched: &DispatchShape) -> Result<CombineNumbers> {
+    /// The numbers of combines of one shape, of what dispatches of shape `dispatched` received. `pull`: rows are read where they are.
+    pub(super) fn combine(
+        &self,
+        shape: &CombineShape,
+        dispatched: &DispatchShape,
+        pull: bool,
+    ) -> Result<CombineNumbers> {
         let receive = self.layout.fits_combine(shape)?;
         let (_, handle) = self.layout.fits_dispatch(dispatched)?;
         if dispatched.placement != shape.placement || dispatched.topk != shape.topk {
@@ -72,11 +81,21 @@ impl Setting {
             );
             return Err(Error::invalid("combine shape", format!("{shape:?}"), need));
         }
+        if pull && !self.pulls(shape) {
+            let need = "rows are pulled in the plain layout, by several ranks, without packets";
+            return Err(Error::invalid("combine shape", format!("{shape:?}"), need));
+        }
         let form = match &self.layout.workspace.packets {
             Some(packets) if sums(shape) => {
                 Form::Packets(PacketGrid::combine(shape, dispatched.experts, self.limits, packets))
             }
-            _ => Form::Rows(CombineGrid::new(shape, self.limits, self.combine_roles)?),
+            _ => Form::Rows(CombineGrid::new(
+                shape,
+                self.limits,
+                self.combine,
+                pull,
+                self.layout.most_sum_parts(shape),
+            )?),
         };
         let sets = &self.layout.receive;
         let params = CombineParams {
@@ -91,6 +110,7 @@ impl Setting {
             receive: sets.offset as u64,
             receive_stride: sets.stride as u64,
             receive_weights: receive.weights as u64,
+            read: self.layout.workspace.read as u64,
             max_tokens: shape.max_tokens as u32,
             lanes: shape.topk as u32,
             local_experts: dispatched.local_experts() as u32,
@@ -110,11 +130,18 @@ impl Setting {
                 piece_bytes: grid.piece_bytes as u32,
                 rings: grid.rings as u32,
                 control: grid.control as u32,
+                pulled: grid.pulled as u32,
+                parts: grid.parts as u32,
                 ..params
             },
             Form::Packets(_) => params,
         };
-        Ok(CombineNumbers { shape: *shape, form, params, handles: self.layout.handles })
+        Ok(CombineNumbers { shape: *shape, pull, form, params, handles: self.layout.handles })
+    }
+
+    /// Whether rows of such combines can be pulled.
+    pub(super) fn pulls(&self, shape: &CombineShape) -> bool {
+        shape.ranks > 1 && shape.placement == Placement::Plain && self.layout.workspace.packets.is_none()
     }
 }
 
@@ -128,6 +155,7 @@ impl CombineNumbers {
     pub(super) fn program(&self) -> Program {
         let CombineShape { ranks, placement, .. } = self.shape;
         match self.form {
+            Form::Rows(_) if self.pull => Program::PullCombine { ranks },
             Form::Rows(_) => Program::Combine { ranks, placement, reduce_first: sums(&self.shape) },
             Form::Packets(_) => Program::PacketCombine { ranks, placement, sizes: None },
         }
@@ -148,6 +176,7 @@ impl CombineNumbers {
     pub(super) fn call(&self, call: &CombineLaunch) -> (LaunchShape, CombineArguments) {
         let domain = &self.params.domain;
         let own = domain.heap[domain.rank as usize];
+        let readable = call.pull.unwrap_or(Readable { x: 0, weights: 0 });
         let params = CombineParams {
             x: call.x,
             weights: call.weights,
@@ -156,6 +185,8 @@ impl CombineNumbers {
             out: call.out,
             out_weights: call.out_weights,
             handle: own + self.handles.at(call.handle_slot) as u64,
+            readable_x: readable.x,
+            readable_weights: readable.weights,
             tokens: call.tokens as u32,
             call: call.digest,
             ..self.params
@@ -163,6 +194,8 @@ impl CombineNumbers {
         match self.form {
             Form::Rows(grid) => {
                 let (blocks, threads, shared_bytes) = (grid.blocks, grid.threads, grid.shared_bytes);
+                let drawn = u32::from(grid.draws(call.tokens));
+                let params = CombineParams { drawn, ..params };
                 (LaunchShape { blocks, threads, shared_bytes }, CombineArguments::Rows(params))
             }
             Form::Packets(grid) => (grid.launch(), CombineArguments::Packets(grid.combine_params(params))),
@@ -171,13 +204,14 @@ impl CombineNumbers {
 }
 
 impl Engine {
-    /// Prepares a combine of what dispatches of shape `dispatched` received.
+    /// Prepares a combine of what dispatches of shape `dispatched` received, whose rows are sent or (`pull`) read where they are.
     pub(crate) fn plan_combine(
         &self,
         shape: &CombineShape,
         dispatched: &DispatchShape,
+        pull: bool,
     ) -> Result<CombinePlan> {
-        let numbers = self.setting.combine(shape, dispatched)?;
+        let numbers = self.setting.combine(shape, dispatched, pull)?;
         let kernel = self.kernels.best(numbers.program_for_sizes(), numbers.program())?;
         Ok(CombinePlan { kernel, numbers })
     }
@@ -187,7 +221,7 @@ impl Engine {
     /// # Safety
     /// The plan is this engine's, whose context is current. Addresses are valid on this device for what [`CombineLaunch`] says until the kernel has
     /// ended. The handle slot was filled by a dispatch of the plan's shape with the same number of tokens, x has every row that it
-    /// names, and `stream` belongs to the engine's context, with the buffer's operations ordered on it.
+    /// names and lies in this rank's heap where [`CombineLaunch::pull`] says (which is there if and only if the plan pulls), and `stream` belongs to the engine's context, with the buffer's operations ordered on it.
     pub(crate) unsafe fn combine(
         &self,
         plan: &CombinePlan,

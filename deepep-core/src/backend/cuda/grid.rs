@@ -1,12 +1,12 @@
 //! How many blocks a kernel gets, what each does, and how its shared memory is divided.
 
 use crate::error::{Error, Result};
-use crate::jit::{COMBINE_CONTROL_BYTES, DISPATCH_CONTROL_BYTES, PIECE_BYTES, SUM_THREADS, THREADS};
-use crate::layout::{CombineShape, DispatchShape, MAX_BLOCKS, MAX_SENDERS, Placement, ScaleOrder, align_up};
+use crate::jit::{DISPATCH_CONTROL_BYTES, THREADS};
+use crate::layout::{DispatchShape, MAX_BLOCKS, MAX_SENDERS, Placement, ScaleOrder, align_up};
 
-const WARPS: usize = THREADS / 32;
+pub(super) const WARPS: usize = THREADS / 32;
 /// Alignment of a stage: a bulk copy's is 16, a cache line's 128.
-const STAGE_ALIGNMENT: usize = 128;
+pub(super) const STAGE_ALIGNMENT: usize = 128;
 /// Stages of a row warp at most: eight lanes share one.
 const MAX_STAGES: usize = 4;
 /// Tokens of one sending block at most: it counts them in 16 bits.
@@ -163,157 +163,12 @@ impl DispatchGrid {
     }
 }
 
-/// Geometry of a combine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct CombineGrid {
-    pub(super) blocks: usize,
-    pub(super) threads: usize,
-    pub(super) row_warps: usize,
-    pub(super) stages: usize,
-    pub(super) stage_bytes: usize,
-    pub(super) reducers: usize,
-    pub(super) pieces: usize,
-    pub(super) sender_pieces: usize,
-    pub(super) piece_bytes: usize,
-    pub(super) rings: usize,
-    pub(super) control: usize,
-    pub(super) shared_bytes: usize,
-}
-
-/// Warps of a combine block that send, stages of each, warps that reduce, and pieces in the rings of the latter (in the plain layout the ranks settle
-/// that number) and of senders that sum, at most.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct CombineRoles {
-    pub(crate) row_warps: usize,
-    pub(crate) stages: usize,
-    pub(crate) reducers: usize,
-    pub(crate) pieces: usize,
-    pub(crate) sender_pieces: usize,
-}
-
-impl CombineRoles {
-    /// Rows that are sent as they are: the link wants 48 to 64 of 14 KB in flight, and not more. Sums: what a sender waits for are its rows, so
-    /// it gets the larger part of shared memory; two slots are enough for what it has summed.
-    fn for_shape(shape: &CombineShape, blocks: usize, available: usize) -> Self {
-        let (row_warps, stages) = match (shape.sums(), blocks) {
-            (true, _) => (5, 2),
-            (false, 56..) => (1, 3),
-            (false, 28..) => (1, 2),
-            (false, 12..) => (2, 2),
-            (false, _) => (3, 2),
-        };
-        let reducers = match shape.placement {
-            Placement::Plain => Self::plain_reducers(shape, row_warps * stages, available),
-            // With one rank nobody sends.
-            Placement::Expanded if shape.ranks == 1 => WARPS,
-            Placement::Expanded if shape.sums() => 5,
-            Placement::Expanded => WARPS - 1 - row_warps,
-        };
-        let pieces = if shape.sums() { 7 } else { 8 };
-        Self { row_warps, stages, reducers, pieces, sender_pieces: 12 }
-    }
-
-    /// Few pieces a row first, then many warps.
-    fn plain_reducers(shape: &CombineShape, stages: usize, available: usize) -> usize {
-        let stages = if shape.ranks == 1 { 0 } else { stages };
-        let left = available.saturating_sub(stages * align_up(shape.row_bytes, STAGE_ALIGNMENT));
-        let pieces = |reducers: usize| {
-            let most = left / (reducers * CombineGrid::plain_pieces(shape.ranks));
-            shape.row_bytes.div_ceil(most.max(1))
-        };
-        let candidates = if shape.ranks == 1 { 8..=WARPS } else { 5..=8 };
-        candidates.min_by_key(|&n| (pieces(n), WARPS - n)).unwrap_or(1)
-    }
-}
-
-impl CombineGrid {
-    /// Pieces in the ring of a warp that sums at least: one that is read and one that is loaded.
-    const LEAST_PIECES: usize = 2;
-    /// At most: what is needed to load 8 rows while 8 are summed.
-    const MOST_PIECES: usize = 16;
-    /// Pieces are multiples of this, unless a row is smaller.
-    const PIECE_STEP: usize = 512;
-
-    /// Plain layout: pieces of two batches, each with a row from every rank.
-    const fn plain_pieces(ranks: usize) -> usize {
-        2 * ranks
-    }
-
-    pub(super) fn new(shape: &CombineShape, limits: Limits, roles: Option<CombineRoles>) -> Result<Self> {
-        let blocks = limits.blocks.clamp(1, MAX_BLOCKS);
-        let plain = shape.placement == Placement::Plain;
-        let available = limits.shared_bytes.saturating_sub(COMBINE_CONTROL_BYTES);
-        let wanted = roles.unwrap_or_else(|| CombineRoles::for_shape(shape, blocks, available));
-        let stage_bytes = if shape.sums() { PIECE_BYTES } else { align_up(shape.row_bytes, STAGE_ALIGNMENT) };
-        let threads = if shape.sums() { SUM_THREADS } else { THREADS };
-        let warps = threads / 32;
-        let (row_warps, mut reducers) = match shape.ranks {
-            1 => (0, wanted.reducers.clamp(1, warps)),
-            _ => {
-                let senders = wanted.row_warps.clamp(1, warps - 2);
-                (senders, wanted.reducers.clamp(1, warps - 1 - senders))
-            }
-        };
-        let least_ring = match plain {
-            true => Self::PIECE_STEP * Self::plain_pieces(shape.ranks),
-            false => PIECE_BYTES * Self::LEAST_PIECES,
-        };
-        let summing = if shape.sums() { row_warps } else { 0 };
-        let stages = |reducers| available.saturating_sub((reducers + summing) * least_ring) / stage_bytes;
-        while stages(reducers) == 0 && reducers > 1 {
-            reducers /= 2;
-        }
-        let stages = stages(reducers);
-        if stages == 0 {
-            let need = format!("a block has {} bytes of shared memory", limits.shared_bytes);
-            return Err(Error::invalid("combine row_bytes", shape.row_bytes, need));
-        }
-        let row_warps = row_warps.min(stages);
-        let summing = summing.min(row_warps);
-        let depth = stages.checked_div(row_warps).map_or(0, |most| wanted.stages.clamp(1, 8).min(most));
-        let rings = row_warps * depth * stage_bytes;
-        let left = available - rings;
-        let (pieces, sender_pieces, piece_bytes) = if plain {
-            let pieces = Self::plain_pieces(shape.ranks);
-            let most = left / reducers / pieces / Self::PIECE_STEP * Self::PIECE_STEP;
-            let parts = shape.row_bytes.div_ceil(most);
-            (pieces, 0, align_up(shape.row_bytes.div_ceil(parts), Self::PIECE_STEP))
-        } else {
-            let clamp = |wanted: usize| wanted.clamp(Self::LEAST_PIECES, Self::MOST_PIECES);
-            let (mut pieces, mut sender_pieces) = (clamp(wanted.pieces), clamp(wanted.sender_pieces));
-            // Least rings fit, as was seen above.
-            while (reducers * pieces + summing * sender_pieces) * PIECE_BYTES > left {
-                let larger =
-                    if summing > 0 && sender_pieces > pieces { &mut sender_pieces } else { &mut pieces };
-                *larger -= 1;
-            }
-            (pieces, sender_pieces, PIECE_BYTES)
-        };
-        let control = rings + (reducers * pieces + summing * sender_pieces) * piece_bytes;
-        let shared_bytes = control + COMBINE_CONTROL_BYTES;
-        Ok(Self {
-            blocks,
-            threads,
-            row_warps,
-            stages: depth,
-            stage_bytes,
-            reducers,
-            pieces,
-            sender_pieces,
-            piece_bytes,
-            rings,
-            control,
-            shared_bytes,
-        })
-    }
-}
-
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
-    use crate::layout::test_shapes::{combine, dispatch};
+    use crate::layout::test_shapes::dispatch;
 
-    const HOPPER: Limits = Limits { blocks: 132, shared_bytes: 232_448, link: 367 };
+    pub(in super::super) const HOPPER: Limits = Limits { blocks: 132, shared_bytes: 232_448, link: 367 };
 
     #[test]
     fn usual_shapes() {
@@ -329,47 +184,6 @@ mod tests {
         (bf16.row_bytes, bf16.scale_packs) = (14336, 0);
         let g = DispatchGrid::new(&bf16, HOPPER).unwrap();
         assert_eq!((g.blocks, g.senders, g.row_warps, g.stages), (132, 28, 5, 3));
-        let g = CombineGrid::new(&combine(2, 8, Placement::Plain, true), HOPPER, None).unwrap();
-        assert_eq!((g.blocks, g.row_warps, g.stages, g.reducers), (132, 1, 3, 6));
-        assert_eq!((g.pieces, g.piece_bytes), (4, 7168));
-        let g = CombineGrid::new(&combine(2, 8, Placement::Expanded, true), HOPPER, None).unwrap();
-        assert_eq!((g.row_warps, g.stages, g.sender_pieces, g.reducers, g.pieces), (5, 2, 12, 5, 7));
-        assert!(g.control + COMBINE_CONTROL_BYTES <= HOPPER.shared_bytes);
-    }
-
-    #[test]
-    fn every_combine_fits_or_is_refused() {
-        for ranks in [1, 2, 8] {
-            for (placement, reduce_first) in
-                [(Placement::Plain, true), (Placement::Expanded, true), (Placement::Expanded, false)]
-            {
-                for row_bytes in [16, 14336, 98304, 128 << 10] {
-                    for blocks in [1, 8, 14, 16, 20, 32, 132] {
-                        for (row_warps, stages, reducers) in [(1, 1, 1), (14, 8, 15), (20, 20, 20), (0, 0, 0)]
-                        {
-                            let mut s = combine(ranks, 8, placement, reduce_first);
-                            s.row_bytes = row_bytes;
-                            let limits = Limits { blocks, ..HOPPER };
-                            let (pieces, sender_pieces) = (3 * stages, 20 - stages);
-                            let roles = CombineRoles { row_warps, stages, reducers, pieces, sender_pieces };
-                            for roles in [None, Some(roles)] {
-                                let g = CombineGrid::new(&s, limits, roles).unwrap();
-                                assert!(g.shared_bytes <= HOPPER.shared_bytes, "{s:?} {g:?}");
-                                let announcer = usize::from(ranks > 1);
-                                assert!(32 * (g.row_warps + announcer + g.reducers) <= g.threads, "{g:?}");
-                                assert!(g.reducers >= 1 && g.pieces >= CombineGrid::LEAST_PIECES, "{g:?}");
-                                assert!(g.piece_bytes.is_multiple_of(CombineGrid::PIECE_STEP), "{g:?}");
-                                assert!(ranks == 1 || (g.row_warps >= 1 && (1..=8).contains(&g.stages)));
-                            }
-                        }
-                    }
-                }
-            }
-        }
-        let small = Limits { shared_bytes: 64 << 10, ..HOPPER };
-        let mut s = combine(2, 8, Placement::Plain, true);
-        s.row_bytes = 98304;
-        assert!(CombineGrid::new(&s, small, None).unwrap_err().to_string().starts_with("combine row_bytes"));
     }
 
     #[test]

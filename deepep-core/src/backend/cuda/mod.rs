@@ -8,6 +8,7 @@ mod backend;
 mod collective;
 mod collective_backend;
 mod combine;
+mod combine_grid;
 mod copy;
 mod dispatch;
 mod events;
@@ -52,7 +53,9 @@ use status::StatusBlock;
 pub(crate) use stream::Stream;
 pub(crate) use wait::{Uncaptured, until};
 
-pub(crate) use self::grid::CombineRoles;
+pub(crate) use self::combine_grid::CombineChoices;
+#[cfg(test)]
+pub(crate) use self::combine_grid::CombineRoles;
 use self::grid::Limits;
 use self::module::{Kernel, Kernels};
 use crate::error::{Error, Result};
@@ -73,8 +76,8 @@ pub(crate) struct EngineOptions {
     /// Launch kernels while the one before them in the stream still runs (programmatic dependent launch). Only for a rank that has the device for
     /// itself (see [`Gpu::early`]).
     pub(crate) early: bool,
-    /// What the warps of a combine do, if the formula's choice is not wanted.
-    pub(crate) combine_roles: Option<CombineRoles>,
+    /// How combines are done, if the formula's choice is not wanted.
+    pub(crate) combine: CombineChoices,
     /// NVRTC's library, if it is not to be searched for.
     pub(crate) nvrtc: Option<PathBuf>,
     /// Where compiled kernels are kept.
@@ -92,7 +95,7 @@ impl Default for EngineOptions {
             max_blocks: 0,
             cooperative: true,
             early: false,
-            combine_roles: None,
+            combine: CombineChoices::default(),
             nvrtc: None,
             cache,
             #[cfg(test)]
@@ -115,7 +118,7 @@ pub(crate) struct Setting {
     layout: HeapLayout,
     domain: Domain,
     limits: Limits,
-    combine_roles: Option<CombineRoles>,
+    combine: CombineChoices,
 }
 
 impl Engine {
@@ -147,7 +150,7 @@ impl Engine {
         let domain = domain(&layout.workspace, rank, heap, status, options.timeout);
         Ok(Self {
             context,
-            setting: Setting { layout, domain, limits, combine_roles: options.combine_roles },
+            setting: Setting { layout, domain, limits, combine: options.combine },
             manner: Manner { cooperative: options.cooperative, early: options.early },
             kernels,
             barrier,
@@ -162,6 +165,7 @@ impl Engine {
             Program::Dispatch { .. } => !packets,
             // Rows that are not summed before they travel do so on their own.
             Program::Combine { reduce_first, .. } => !packets || !reduce_first,
+            Program::PullCombine { .. } => !packets,
             Program::PacketDispatch { .. } | Program::PacketCombine { .. } => packets,
             Program::Collective(_) | Program::Meet { .. } | Program::MultimemBarrier { .. } => false,
         };
@@ -173,7 +177,10 @@ impl Engine {
         for dispatched in &config.dispatch {
             self.setting.dispatch(dispatched)?;
             for combine in config.combine.iter().filter(|c| c.placement == dispatched.placement) {
-                self.setting.combine(combine, dispatched)?;
+                self.setting.combine(combine, dispatched, false)?;
+                if self.setting.pulls(combine) {
+                    self.setting.combine(combine, dispatched, true)?;
+                }
             }
         }
         Ok(())

@@ -180,7 +180,7 @@ impl Engine {
         for dispatched in &config.dispatch {
             all.extend(self.setting.dispatch(dispatched)?.program_for_sizes());
             for combine in config.combine.iter().filter(|c| c.placement == dispatched.placement) {
-                all.extend(self.setting.combine(combine, dispatched)?.program_for_sizes());
+                all.extend(self.setting.combine(combine, dispatched, false)?.program_for_sizes());
             }
         }
         Ok(all)
@@ -219,6 +219,7 @@ mod tests {
             output_slots: 1,
             handle_slots: 1,
             receive_sets: 1,
+            combine_inputs: 0,
             packets: true,
         };
         HeapLayout::new(&config).unwrap().workspace.packets.unwrap()

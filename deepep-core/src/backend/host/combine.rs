@@ -5,9 +5,9 @@ use std::sync::atomic::Ordering;
 use super::Rank;
 use super::memory::{Rows, Table};
 use super::sum::Sum;
-use crate::backend::CombineCall;
+use crate::backend::{CombineCall, Readable};
 use crate::error::{Error, Result};
-use crate::layout::{Phase, Placement, WorkspaceLayout};
+use crate::layout::{Phase, Placement, REGION_ALIGNMENT, WorkspaceLayout};
 
 /// One call, with the tables it works on.
 struct Combine<'a, 'c> {
@@ -20,6 +20,12 @@ struct Combine<'a, 'c> {
     receive: Vec<Rows<'a>>,
     receive_weights: Vec<Table<'a, f32>>,
     lane_row: Table<'a, i32>,
+}
+
+/// What one rank lets the others read.
+struct Source<'a> {
+    x: Rows<'a>,
+    weights: Table<'a, f32>,
 }
 
 pub(super) fn run(rank: &Rank<'_>, call: CombineCall<'_>, epoch: u32) -> Result<()> {
@@ -50,15 +56,15 @@ pub(super) fn run(rank: &Rank<'_>, call: CombineCall<'_>, epoch: u32) -> Result<
             .collect::<Result<_>>()?,
         lane_row: rank.own().table(handle(call.handle.lane_row), lanes)?,
     };
-    let cell = combine.begun(rank.me, epoch);
-    for peer in rank.peers() {
-        rank.areas[peer]
-            .cell64(cell)?
-            .store(u64::from(epoch) << 32 | u64::from(call.digest), Ordering::Release);
+    combine.tell()?;
+    if call.pull.is_some() {
+        combine.compare()?;
+        combine.reduce(set, &combine.sources()?)?;
+        return combine.let_go();
     }
     combine.send(sets, set)?;
     combine.compare()?;
-    combine.reduce(set)
+    combine.reduce(set, &[])
 }
 
 impl Combine<'_, '_> {
@@ -75,6 +81,61 @@ impl Combine<'_, '_> {
     fn begun(&self, from: usize, epoch: u32) -> usize {
         let parity = (epoch & 1) as usize * self.call.shape.ranks;
         self.rank.workspace().started + (parity + from) * WorkspaceLayout::LINE
+    }
+
+    /// Tells every peer that this rank's call has begun, which one it is, and where its rows lie if they are to be pulled.
+    fn tell(&self) -> Result<()> {
+        let cell = self.begun(self.rank.me, self.epoch);
+        for peer in self.rank.peers() {
+            let area = &self.rank.areas[peer];
+            let say = |at: usize, value: u32| -> Result<()> {
+                let word = u64::from(self.epoch) << 32 | u64::from(value);
+                area.cell64(cell + at)?.store(word, Ordering::Release);
+                Ok(())
+            };
+            say(0, self.call.digest)?;
+            if let Some(Readable { x, weights }) = self.call.pull {
+                say(8, x)?;
+                say(16, weights)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// By rank, what all let this one read; they have begun (`compare`), and their words stay as they are until this call has ended.
+    fn sources(&self) -> Result<Vec<Source<'_>>> {
+        let (rank, shape) = (self.rank, &self.call.shape);
+        let source = |peer: usize| -> Result<Source<'_>> {
+            let cell = self.begun(peer, self.epoch);
+            let word = |at: usize| -> Result<usize> {
+                let cell = rank.own().cell64(cell + at)?;
+                Ok(rank.waits.value(cell, self.epoch, Phase::Started, peer)? as usize * REGION_ALIGNMENT)
+            };
+            let (x, weights) = (word(8)?, word(16)?);
+            // As far as the heap goes: which rows there are the handle says, and nothing beyond the heap is read.
+            let left = |from: usize| rank.layout.bytes.saturating_sub(from);
+            Ok(Source {
+                x: rank.areas[peer].rows(x, left(x) / shape.row_bytes, shape.row_bytes)?,
+                weights: rank.areas[peer].table(weights, left(weights) / size_of::<f32>())?,
+            })
+        };
+        // The own rank's are in the call.
+        let own = || Source { x: self.x, weights: Table::none() };
+        (0..rank.ranks()).map(|r| if r == rank.me { Ok(own()) } else { source(r) }).collect()
+    }
+
+    /// Tells every peer that this rank has read what it needs, and waits until all of them have. A rank that gave up has not waited for this one:
+    /// what was read of it is good only if it had not given up by now.
+    fn let_go(&self) -> Result<()> {
+        let rank = self.rank;
+        let cell = |r: usize| rank.workspace().read + r * WorkspaceLayout::LINE;
+        for peer in rank.peers() {
+            rank.areas[peer].cell32(cell(rank.me))?.store(self.epoch, Ordering::Release);
+        }
+        for peer in rank.peers() {
+            rank.waits.equal(rank.own().cell32(cell(peer))?, self.epoch, Phase::Reading, peer)?;
+        }
+        rank.waits.nobody_gave_up()
     }
 
     /// All ranks make the same call. One that is two calls ahead has put a newer word there, and is not compared.
@@ -184,8 +245,8 @@ impl Combine<'_, '_> {
         })
     }
 
-    /// Adds up what comes back for each of this rank's tokens.
-    fn reduce(&self, set: usize) -> Result<()> {
+    /// Adds up what comes back for each of this rank's tokens, or what it reads from `sources` if it pulls.
+    fn reduce(&self, set: usize, sources: &[Source<'_>]) -> Result<()> {
         let (rank, call, shape) = (self.rank, self.call, &self.call.shape);
         let (k, local) = (shape.topk, call.dispatched.local_experts());
         let slot = rank.layout.handles.at(call.handle_slot);
@@ -221,13 +282,16 @@ impl Combine<'_, '_> {
                 if !alone && lane != masks[d].ilog2() as usize {
                     continue;
                 }
-                if d != rank.me {
+                let sent = || Ok::<_, Error>(sent_row.get(token * shape.ranks + d)?.max(0) as usize);
+                if let (false, Some(source)) = (d == rank.me, sources.get(d)) {
+                    sum.add(source.x.read(sent()?)?);
+                } else if d != rank.me {
                     let slot = self.slot(rank.me, d, lane);
                     let cell = own.cell32(self.arrived(set, slot, token))?;
                     rank.waits.equal(cell, self.epoch, Phase::Arrival, d)?;
                     sum.add(self.receive[rank.me].read(slot * shape.max_tokens + token)?);
                 } else if !expanded {
-                    sum.add(self.x.read(sent_row.get(token * shape.ranks + d)?.max(0) as usize)?);
+                    sum.add(self.x.read(sent()?)?);
                 } else if alone {
                     sum.add(self.x.read(own_row.get(token * k + lane)?.max(0) as usize)?);
                 } else {
@@ -246,6 +310,10 @@ impl Combine<'_, '_> {
                 for lane in 0..k {
                     let value = match masks.iter().position(|mask| mask >> lane & 1 == 1) {
                         None => 0.0,
+                        Some(d) if d != rank.me && !sources.is_empty() => {
+                            let row = sent_row.get(token * shape.ranks + d)?.max(0) as usize;
+                            sources[d].weights.get(row * k + lane)?
+                        }
                         Some(d) if d != rank.me => self.receive_weights[rank.me].get(token * k + lane)?,
                         Some(_) if expanded => weights.get(own_row.get(token * k + lane)?.max(0) as usize)?,
                         Some(d) => {

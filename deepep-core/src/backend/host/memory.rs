@@ -85,6 +85,11 @@ fn out_of_range(what: &str, index: usize, len: usize) -> Error {
 }
 
 impl<'a, T: Plain> Table<'a, T> {
+    /// No elements.
+    pub(super) fn none() -> Self {
+        Self { start: std::ptr::null_mut(), len: 0, memory: PhantomData }
+    }
+
     /// The elements of a contiguous tensor.
     pub(super) fn of(tensor: &Extent) -> Self {
         let len = tensor.bytes() / size_of::<T>();

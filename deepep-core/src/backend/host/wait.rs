@@ -87,6 +87,11 @@ impl<'a> Waits<'a> {
         gave_up(word, self.timeout, Some([own.into(), other.into()]))
     }
 
+    /// An error if a rank has given up by now.
+    pub(super) fn nobody_gave_up(&self) -> Result<()> {
+        self.aborted().map_or(Ok(()), Err)
+    }
+
     fn until(&self, poll: impl Fn() -> (bool, u64), expected: u64, phase: Phase, peer: usize) -> Result<u64> {
         let mut polls = 0u32;
         loop {

@@ -1,6 +1,7 @@
 //! The table of cases.
 
 use super::input::{Case, Routing};
+use crate::jit::PULL_PARTS;
 use crate::layout::{IndexWidth, Placement, ScaleOrder};
 
 type Named = (String, Case);
@@ -71,6 +72,11 @@ pub(super) fn all(ranks: usize) -> Vec<Named> {
                 (c.alignment, c.zero_padding, c.weights) = (16, true, false);
                 (c.scale_packs, c.scale_order) = (3, ScaleOrder::ColumnMajor);
             });
+            for parts in 1..=4 {
+                add(&format!("sums in {parts} parts, 5 blocks"), &|c| {
+                    (c.hidden, c.parts, c.blocks, c.biases) = (7168, Some(parts), 5, 1);
+                });
+            }
             add("sum at the source", &|c| (c.reduce_first, c.topk, c.experts) = (false, 8, 16 * ranks));
             add("sum at the source, two biases, any bits", &|c| {
                 (c.reduce_first, c.biases, c.wild, c.routing) = (false, 2, true, Routing::Holes);
@@ -85,7 +91,20 @@ pub(super) fn all(ranks: usize) -> Vec<Named> {
     large.placement = Placement::Expanded;
     (large.max_tokens, large.tokens) = (1024 / ranks, vec![1024 / ranks; ranks]);
     all.push(("expanded, thousands of FP8 rows".into(), large));
-    with_packets(all)
+    with_packets(with_pulled(all))
+}
+
+/// The same once more with rows that are read where they are: all, or some.
+fn with_pulled(mut all: Vec<Named>) -> Vec<Named> {
+    let pulled: Vec<Named> = [("pulled", PULL_PARTS), ("some pulled", 21)]
+        .into_iter()
+        .flat_map(|(how, pulled)| {
+            let plain = all.iter().filter(|(_, case)| case.placement == Placement::Plain && case.ranks > 1);
+            plain.map(move |(name, case)| (format!("{how}, {name}"), Case { pulled, ..case.clone() }))
+        })
+        .collect();
+    all.extend(pulled);
+    all
 }
 
 /// The same once more with rows in packets, where they can be.
@@ -93,7 +112,7 @@ fn with_packets(mut all: Vec<Named>) -> Vec<Named> {
     let packets: Vec<Named> = all
         .iter()
         .map(|(name, case)| (format!("packets, {name}"), Case { packets: true, ..case.clone() }))
-        .filter(|(_, case)| case.in_packets())
+        .filter(|(_, case)| case.in_packets() && case.pulled == 0)
         .collect();
     all.extend(packets);
     all
@@ -111,7 +130,7 @@ pub(super) fn stress(ranks: usize) -> Vec<Named> {
         (case.sets, case.scale_packs, case.biases) = (1, 3, 1);
         all.push((format!("{placement:?}, one set, odd scales"), case));
     }
-    let mut all = with_packets(all);
+    let mut all = with_packets(with_pulled(all));
     // Kernels for their sizes, beside those for all.
     let for_sizes: Vec<Named> = all
         .iter()

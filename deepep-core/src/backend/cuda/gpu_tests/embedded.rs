@@ -28,6 +28,7 @@ fn embedded_kernels_load_and_run_without_nvrtc() {
         output_slots: OUTPUT_SLOTS,
         handle_slots: HANDLE_SLOTS,
         receive_sets: case.sets,
+        combine_inputs: 0,
         packets: case.packets,
     };
     let layout = HeapLayout::new(&config).unwrap();

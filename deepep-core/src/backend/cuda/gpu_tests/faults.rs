@@ -52,9 +52,9 @@ fn bad_ids_are_reported_and_count_as_none() {
 
 fn replan(bench: &mut Bench, shape: &DispatchShape) {
     let combine = bench.case.combine_shape();
-    let ranks = 0..bench.case.ranks;
+    let (ranks, pull) = (0..bench.case.ranks, bench.case.pulled > 0);
     bench.dispatch = ranks.clone().map(|r| engine(bench, r).plan_dispatch(shape).unwrap()).collect();
-    bench.combine = ranks.map(|r| engine(bench, r).plan_combine(&combine, shape).unwrap()).collect();
+    bench.combine = ranks.map(|r| engine(bench, r).plan_combine(&combine, shape, pull).unwrap()).collect();
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! What the tests send: a case, and data that depend on its seed, so that nothing of an earlier round can pass for this one's.
 
-use super::super::CombineRoles;
-use crate::jit::Alter;
+use super::super::{CombineChoices, CombineRoles};
+use crate::jit::{Alter, PULL_PARTS};
 use crate::layout::{CombineShape, DispatchShape, IndexWidth, PacketLayout, Placement, ScaleOrder};
 
 /// How tokens choose experts.
@@ -51,6 +51,11 @@ pub(super) struct Case {
     pub(super) blocks: usize,
     /// Small batches travel in packets.
     pub(super) packets: bool,
+    /// How many of 64 tokens are pulled in combine; 0 if all are sent.
+    pub(super) pulled: usize,
+    /// Parts in which sums travel, if not the formula's number; and whether tickets are drawn.
+    pub(super) parts: Option<usize>,
+    pub(super) tickets: bool,
     /// Kernels of packets are made for the case's sizes.
     pub(super) for_sizes: bool,
     /// Other roles of combine's warps than the formula's.
@@ -86,6 +91,9 @@ impl Case {
             wild: false,
             blocks: 0,
             packets: false,
+            pulled: 0,
+            parts: None,
+            tickets: true,
             for_sizes: false,
             roles: None,
             alter: None,
@@ -105,6 +113,16 @@ impl Case {
     /// Whether weights go back: sums at the source have none of their own.
     pub(super) fn weights_go_back(&self) -> bool {
         self.weights && (self.placement == Placement::Plain || self.reduce_first)
+    }
+
+    pub(super) fn choices(&self) -> CombineChoices {
+        let pulled = if self.pulled > 0 { self.pulled } else { PULL_PARTS };
+        CombineChoices { roles: self.roles, pulled, parts: self.parts, tickets: self.tickets }
+    }
+
+    /// Slots for rows that are pulled: one for each set of tensors.
+    pub(super) fn combine_inputs(&self) -> usize {
+        if self.pulled > 0 { 2 } else { 0 }
     }
 
     pub(super) fn dispatch_shape(&self) -> DispatchShape {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use cuda_vmm::sys::{CUevent, CUresult, CUstream};
 use cuda_vmm::{Context, Cuda, Memory, PeerAccess, PlainMemory};
 
-use super::super::{CombineRoles, Engine, EngineOptions, StatusBlock};
+use super::super::{CombineChoices, Engine, EngineOptions, StatusBlock};
 use crate::jit::Alter;
 use crate::layout::{HeapConfig, HeapLayout, Operation, Phase, RecordKind};
 
@@ -129,11 +129,11 @@ impl Rank {
     }
 
     /// Overwrites memory in stream order, for example to empty the L2 cache.
-    pub(super) fn overwrite(&self, buffer: &Buffer, bytes: usize) -> Outcome {
+    pub(super) fn overwrite(&self, address: u64, bytes: usize) -> Outcome {
         let _bound = self.context.bind()?;
         let driver = self.context.device().cuda().driver();
-        // SAFETY: the buffer has that many bytes and is alive until the stream has been waited for.
-        unsafe { driver.cuMemsetD8Async(buffer.address(), 0, bytes, self.stream) }?;
+        // SAFETY: callers name memory of a buffer that is alive until the stream has been waited for.
+        unsafe { driver.cuMemsetD8Async(address, 0, bytes, self.stream) }?;
         Ok(())
     }
 }
@@ -149,7 +149,7 @@ impl Group {
         machine: &Machine,
         config: &HeapConfig,
         blocks: usize,
-        combine_roles: Option<CombineRoles>,
+        combine: CombineChoices,
         alter: Option<Alter>,
     ) -> Outcome<Self> {
         let layout = HeapLayout::new(config)?;
@@ -183,7 +183,7 @@ impl Group {
                     Err(_) => sharing == 1 && !early,
                 },
                 early,
-                combine_roles,
+                combine,
                 alter,
                 ..EngineOptions::default()
             };

@@ -1,6 +1,8 @@
 //! End-to-end times of the operations, for orientation; the real benchmark is the program's.
 //!
 //! `DEEPEP_TEST_TOKENS`, `DEEPEP_TEST_BLOCKS`, `DEEPEP_TEST_RANKS`, `DEEPEP_TEST_COMBINE`, `DEEPEP_TEST_ONLY=combine,pair` choose what is measured;
+//! `DEEPEP_TEST_PULLED=0,64,2` how many of 64 tokens combine pulls in the plain layout (0: all are sent), `DEEPEP_TEST_PARTS=1,3` in how many parts sums travel in
+//! the expanded one (without it, the formula's), `DEEPEP_TEST_TICKETS=0` that sums and pulled tokens are not drawn by ticket,
 //! `DEEPEP_TEST_PLACEMENT=Plain` or `Expanded` one layout, `DEEPEP_TEST_PACKETS=0` sends small batches as rows, `DEEPEP_TEST_FOR_SIZES=0`
 //! sends them with kernels for all sizes, `DEEPEP_TEST_EARLY=1` launches kernels early, on devices with one rank, and
 //! `DEEPEP_TEST_COOPERATIVE=1` says whether the driver refuses grids that can't be resident as a whole (by default if they are not early). Ranks may share a device;
@@ -112,7 +114,7 @@ impl Bench {
         let events: Vec<_> =
             self.group.ranks.iter().map(|r| Ok((r.event()?, r.event()?))).collect::<Outcome<_>>()?;
         for (rank, buffer) in self.group.ranks.iter().zip(flush) {
-            rank.overwrite(buffer, FLUSH)?;
+            rank.overwrite(buffer.address(), FLUSH)?;
         }
         for (r, rank) in self.group.ranks.iter().enumerate() {
             let _bound = rank.context.bind()?;
@@ -183,19 +185,17 @@ fn times() {
                     [Placement::Plain, Placement::Expanded].into_iter().filter(|p| wanted(&format!("{p:?}")))
                 {
                     for (name, row_bytes, packs) in [("FP8", 7168, 56), ("BF16", 14336, 0)] {
-                        for roles in roles() {
-                            let mut case = Case::new(ranks, tokens, placement);
+                        for (how, variant) in variants(ranks, tokens, placement, packs > 0) {
+                            let mut case = variant;
                             (case.experts, case.topk, case.hidden) = (256 / ranks * ranks, 8, 7168);
                             (case.row_bytes, case.scale_packs, case.blocks) = (row_bytes, packs, blocks);
-                            (case.roles, case.packets, case.for_sizes) = (roles, packets, for_sizes);
-                            let head = format!("T {tokens:5}, blocks {blocks:3}, {placement:?}, {name}:");
+                            (case.packets, case.for_sizes) = (packets && case.pulled == 0, for_sizes);
+                            let head =
+                                format!("T {tokens:5}, blocks {blocks:3}, {placement:?}, {name}{how}:");
                             let line =
                                 times_of(&machine, &case, &quick).unwrap_or_else(|e| panic!("{head} {e}"));
                             if !line.is_empty() {
-                                eprintln!(
-                                    "{head}{line}{}",
-                                    roles.map_or(String::new(), |r| format!(" {r:?}"))
-                                );
+                                eprintln!("{head}{line}");
                             }
                         }
                     }
@@ -203,6 +203,38 @@ fn times() {
             }
         }
     }
+}
+
+/// The ways to combine that the environment asks for, with what to call them. Only combines of BF16 rows differ.
+fn variants(ranks: usize, tokens: usize, placement: Placement, scales: bool) -> Vec<(String, Case)> {
+    let plain = placement == Placement::Plain;
+    let tickets = std::env::var("DEEPEP_TEST_TICKETS").map_or(true, |value| value != "0");
+    let mut all = Vec::new();
+    for roles in roles() {
+        for pulled in numbers("DEEPEP_TEST_PULLED", &[0]) {
+            for parts in numbers("DEEPEP_TEST_PARTS", &[0]) {
+                if (scales || !plain || ranks == 1) && pulled > 0 || plain && parts > 1 {
+                    continue;
+                }
+                let mut how = String::new();
+                if pulled > 0 {
+                    how += &format!(", {pulled}/64 pulled");
+                }
+                if parts > 0 && !plain {
+                    how += &format!(", {parts} parts");
+                }
+                if let Some(roles) = roles {
+                    how += &format!(", {roles:?}");
+                }
+                let parts = (parts > 0).then_some(parts);
+                all.push((
+                    how,
+                    Case { roles, pulled, parts, tickets, ..Case::new(ranks, tokens, placement) },
+                ));
+            }
+        }
+    }
+    all
 }
 
 /// `only`: names of operations, or nothing for all.

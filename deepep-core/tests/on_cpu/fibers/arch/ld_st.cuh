@@ -29,6 +29,7 @@ inline u32 ld_acquire_sys(const u32* p) { return seen(p); }
 inline u64 ld_acquire_sys(const u64* p) { return seen(p); }
 inline u64 ld_acquire_gpu(const u64* p) { return seen(p); }
 inline u64 ld_relaxed_sys(const u64* p) { return seen(p); }
+inline u32 ld_relaxed_sys(const u32* p) { return seen(p); }
 inline u64 ld_relaxed_gpu(const u64* p) { return seen(p); }
 // Two words, each for itself.
 inline void ld_relaxed_sys(const u64* p, u64& a, u64& b) {
@@ -65,6 +66,7 @@ inline u32 add_gpu(u32* p, u32 v) {
     seen(p);
     return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
 }
+inline u32 add_acq_rel_gpu(u32* p, u32 v) { return add_gpu(p, v); }
 inline u32 ld_acquire_cta_shared(const u32* p) { return seen(p); }
 inline void st_release_cta_shared(u32* p, u32 v) { put(p, v); }
 inline Vec16 ld_stream(const Vec16* p) { return plain(p); }

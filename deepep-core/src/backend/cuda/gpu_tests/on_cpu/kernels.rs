@@ -51,7 +51,7 @@ pub(super) fn run(command: &mut Command) -> Outcome {
 pub(super) fn params(program: &Program) -> &'static str {
     match program {
         Program::Dispatch { .. } => "DispatchParams",
-        Program::Combine { .. } => "CombineParams",
+        Program::Combine { .. } | Program::PullCombine { .. } => "CombineParams",
         Program::PacketDispatch { .. } => "PacketDispatchParams",
         Program::PacketCombine { .. } => "PacketCombineParams",
         _ => unreachable!("no kernel of dispatch or combine"),

@@ -5,6 +5,7 @@
 
 mod kernels;
 mod packets;
+mod pull;
 mod ranks;
 
 use self::kernels::{Kernels, compiler};
@@ -25,6 +26,9 @@ fn programs(ranks: usize, placement: Placement) -> Vec<Program> {
         Program::Combine { ranks, placement, reduce_first: true },
         Program::PacketCombine { ranks, placement, sizes: None },
     ];
+    if placement == Placement::Plain && ranks > 1 {
+        all.push(Program::PullCombine { ranks });
+    }
     if placement == Placement::Expanded {
         all.push(Program::Combine { ranks, placement, reduce_first: false });
     }
@@ -32,7 +36,7 @@ fn programs(ranks: usize, placement: Placement) -> Vec<Program> {
 }
 
 /// Names of cases that are run here, or parts of them.
-const WANTED: [&str; 14] = [
+const WANTED: [&str; 15] = [
     "as it comes",
     "one token",
     "last rank has none",
@@ -46,6 +50,7 @@ const WANTED: [&str; 14] = [
     "hidden 2056",
     "one bias",
     "sum at the source",
+    "sums in 3",
     "alignment",
 ];
 
@@ -69,6 +74,7 @@ fn all_cases(test: &str, ranks: usize, placement: Placement, seeds: u64) {
         case.tokens.iter_mut().for_each(|n| *n = (*n).min(18));
         for seed in 0..seeds {
             (case.roles, case.sets) = if seed % 2 == 0 { (None, 2) } else { (few, 1) };
+            case.parts = [None, Some(1), Some(4), Some(2)][(count + seed as usize) % 4];
             let limits = if seed % 2 == 0 { limits } else { small };
             let outcome = Ranks::new(&case, limits, 0).and_then(|mut ranks| {
                 ranks.round(&kernels, seed).and_then(|()| ranks.round(&kernels, seed + 100))

@@ -11,6 +11,7 @@ use super::super::input::{self, Case, Input};
 use super::super::machine::Outcome;
 use super::super::{HANDLE_SLOTS, OUTPUT_SLOTS, Round, oracle};
 use super::kernels::{Kernels, Launch};
+use crate::backend::Readable;
 use crate::jit::Program;
 use crate::layout::{
     HandleLayout, HeapConfig, HeapLayout, OutputLayout, Placement, RecordKind, StatusRecord, WorkspaceLayout,
@@ -64,8 +65,8 @@ pub(super) struct Tensors {
     weights: Memory,
     rows: Memory,
     biases: Vec<Memory>,
-    out: Memory,
-    out_weights: Memory,
+    pub(super) out: Memory,
+    pub(super) out_weights: Memory,
 }
 
 impl Tensors {
@@ -85,6 +86,23 @@ impl Tensors {
     }
 }
 
+struct Plans {
+    dispatch: DispatchNumbers,
+    push: CombineNumbers,
+    pull: Option<CombineNumbers>,
+}
+
+/// The rows that a combine is given.
+#[derive(Clone, Copy)]
+pub(super) enum Given {
+    /// The caller's.
+    Own,
+    /// Those in a slot of the heap for experts' outputs, pulled.
+    Input(usize),
+    /// What a dispatch delivered to this output slot, pulled or sent.
+    Output { slot: usize, pull: bool },
+}
+
 /// Ranks with heaps, and their plans.
 pub(super) struct Ranks<'a> {
     /// Of each rank; the same, where ranks make the same calls.
@@ -92,7 +110,7 @@ pub(super) struct Ranks<'a> {
     layout: HeapLayout,
     heaps: Vec<Memory>,
     statuses: Vec<Memory>,
-    plans: Vec<(DispatchNumbers, CombineNumbers)>,
+    plans: Vec<Plans>,
     /// Of the ranks' calls.
     pub(super) digests: Vec<u32>,
 }
@@ -100,6 +118,22 @@ pub(super) struct Ranks<'a> {
 pub(super) enum Arguments {
     Dispatch(DispatchArguments),
     Combine(CombineArguments),
+    Overwrite(Overwrite),
+}
+
+/// What an expert does with memory that is its own again.
+#[repr(C)]
+pub(super) struct Overwrite {
+    address: u64,
+    bytes: usize,
+}
+
+extern "C" fn overwrite(params: *const c_void) {
+    // SAFETY: `run` calls this with the arguments of an `Overwrite`, whose memory is a part of a heap; fibers take turns.
+    unsafe {
+        let Overwrite { address, bytes } = *params.cast::<Overwrite>();
+        std::ptr::write_bytes(address as *mut u8, POISON, bytes);
+    }
 }
 
 impl Arguments {
@@ -109,6 +143,7 @@ impl Arguments {
             Self::Dispatch(DispatchArguments::Packets(p)) => std::ptr::from_ref(p).cast(),
             Self::Combine(CombineArguments::Rows(p)) => std::ptr::from_ref(p).cast(),
             Self::Combine(CombineArguments::Packets(p)) => std::ptr::from_ref(p).cast(),
+            Self::Overwrite(p) => std::ptr::from_ref(p).cast(),
         }
     }
 }
@@ -130,6 +165,7 @@ impl<'a> Ranks<'a> {
             output_slots: OUTPUT_SLOTS,
             handle_slots: HANDLE_SLOTS,
             receive_sets: case.sets,
+            combine_inputs: case.combine_inputs(),
             packets: case.packets,
         };
         let layout = HeapLayout::new(&config)?;
@@ -154,9 +190,14 @@ impl<'a> Ranks<'a> {
             // The runtime's clock counts turns.
             let turns = std::time::Duration::from_nanos(TURNS);
             let domain = domain(&layout.workspace, r, &bases, statuses[r].address(), turns);
-            let setting = Setting { layout, domain, limits, combine_roles: case.roles };
+            let setting = Setting { layout, domain, limits, combine: cases[r].choices() };
             let (dispatch, combine) = (cases[r].dispatch_shape(), cases[r].combine_shape());
-            Ok((setting.dispatch(&dispatch)?, setting.combine(&combine, &dispatch)?))
+            let pull = match cases[r].pulled {
+                0 => None,
+                _ => Some(setting.combine(&combine, &dispatch, true)?),
+            };
+            let push = setting.combine(&combine, &dispatch, false)?;
+            Ok(Plans { dispatch: setting.dispatch(&dispatch)?, push, pull })
         };
         let plans = (0..case.ranks).map(plan).collect::<Outcome<_>>()?;
         let (cases, digests) = (cases.to_vec(), vec![55; case.ranks]);
@@ -184,8 +225,8 @@ impl<'a> Ranks<'a> {
 
     /// Kernels that are made for the sizes of rank r's calls.
     pub(super) fn programs_for_sizes(&self, r: usize) -> Vec<Program> {
-        let (dispatch, combine) = &self.plans[r];
-        dispatch.program_for_sizes().into_iter().chain(combine.program_for_sizes()).collect()
+        let Plans { dispatch, push, .. } = &self.plans[r];
+        dispatch.program_for_sizes().into_iter().chain(push.program_for_sizes()).collect()
     }
 
     /// Nothing of earlier calls is left in the slots and the receive area.
@@ -212,15 +253,41 @@ impl<'a> Ranks<'a> {
             digest: self.digests[r] + 22 + u32::from(cached),
             ..DispatchLaunch::default()
         };
-        let numbers = &self.plans[r].0;
+        let numbers = &self.plans[r].dispatch;
         let (shape, arguments) = numbers.call(&call);
         let for_sizes = numbers.program_for_sizes().filter(|_| case.for_sizes);
         (for_sizes.unwrap_or(numbers.program()), shape, Box::new(Arguments::Dispatch(arguments)))
     }
 
+    /// Overwrites the rows that a dispatch has delivered.
+    pub(super) fn overwrite(&self, r: usize, output: usize) -> Call {
+        let rows = OutputLayout::new(&self.cases[r].dispatch_shape()).rows;
+        let address = self.heaps[r].address() + (self.layout.outputs.at(output) + rows) as u64;
+        let shape = self.cases[r].dispatch_shape();
+        let arguments =
+            Arguments::Overwrite(Overwrite { address, bytes: shape.row_capacity * shape.row_bytes });
+        // The program is not looked at.
+        let shape = LaunchShape { blocks: 1, threads: 32, shared_bytes: 0 };
+        (Program::Barrier { ranks: self.cases.len() }, shape, Box::new(arguments))
+    }
+
+    /// As the case says: of the caller's rows, or of those in the heap's slot with the number of the handle.
     pub(super) fn combine(&self, r: usize, t: &Tensors, output: usize, handle: usize) -> Call {
+        let given = if self.cases[r].pulled > 0 { Given::Input(handle) } else { Given::Own };
+        self.combine_of(r, t, output, handle, given)
+    }
+
+    pub(super) fn combine_of(
+        &self,
+        r: usize,
+        t: &Tensors,
+        output: usize,
+        handle: usize,
+        given: Given,
+    ) -> Call {
         let case = self.cases[r];
-        let slot = self.heaps[r].address() + self.layout.outputs.at(output) as u64;
+        let base = self.heaps[r].address();
+        let slot = base + self.layout.outputs.at(output) as u64;
         let o = OutputLayout::new(&case.dispatch_shape());
         let weights = match case.placement {
             Placement::Plain => o.lane_weight,
@@ -228,8 +295,16 @@ impl<'a> Ranks<'a> {
         };
         let back = case.weights_go_back();
         let bias = |b: usize| t.biases.get(b).map_or(0, Memory::address);
+        let (x, pull) = match given {
+            Given::Own => (t.rows.address(), false),
+            Given::Input(slot) => (base + self.layout.inputs.at(slot) as u64, true),
+            Given::Output { slot, pull } => (base + (self.layout.outputs.at(slot) + o.rows) as u64, pull),
+        };
+        let unit = |address: u64| Readable::unit(address.wrapping_sub(base)).unwrap_or_default();
+        let readable = Readable { x: unit(x), weights: unit(slot + weights as u64) };
         let call = CombineLaunch {
-            x: t.rows.address(),
+            x,
+            pull: pull.then_some(readable),
             weights: if back { slot + weights as u64 } else { 0 },
             biases: [bias(0), bias(1)],
             out: t.out.address(),
@@ -238,7 +313,8 @@ impl<'a> Ranks<'a> {
             handle_slot: handle,
             digest: self.digests[r],
         };
-        let numbers = &self.plans[r].1;
+        let plans = &self.plans[r];
+        let numbers = if pull { plans.pull.as_ref().unwrap_or(&plans.push) } else { &plans.push };
         let (shape, arguments) = numbers.call(&call);
         let for_sizes = numbers.program_for_sizes().filter(|_| case.for_sizes);
         (for_sizes.unwrap_or(numbers.program()), shape, Box::new(Arguments::Combine(arguments)))
@@ -246,8 +322,12 @@ impl<'a> Ranks<'a> {
 
     pub(super) fn run(&self, kernels: &Kernels, seed: u64, calls: &[Vec<Call>]) -> Outcome {
         let launch = |(program, shape, arguments): &Call| {
+            let kernel = match **arguments {
+                Arguments::Overwrite(_) => overwrite as *const c_void,
+                _ => kernels.kernel(*program)?,
+            };
             Ok(Launch {
-                kernel: kernels.kernel(*program)?,
+                kernel,
                 params: arguments.address(),
                 blocks: shape.blocks as u32,
                 threads: shape.threads as u32,
@@ -291,6 +371,12 @@ impl<'a> Ranks<'a> {
         self.poison();
         let tensors: Vec<[Tensors; 2]> =
             (0..case.ranks).map(|r| [0, 1].map(|n| Tensors::new(case, &rounds[n], r))).collect();
+        for (heap, tensors) in self.heaps.iter_mut().zip(&tensors) {
+            for (slot, t) in tensors.iter().enumerate().take(case.combine_inputs()) {
+                let (at, rows) = (self.layout.inputs.at(slot), t.rows.bytes());
+                heap.bytes_mut()[at..at + rows.len()].copy_from_slice(rows);
+            }
+        }
         let calls: Vec<Vec<Call>> = tensors
             .iter()
             .enumerate()

@@ -1,0 +1,319 @@
+//! How the warps of a combine share its work, and how its shared memory is divided.
+
+use std::ops::RangeInclusive;
+
+use super::grid::{Limits, STAGE_ALIGNMENT, WARPS};
+use crate::error::{Error, Result};
+use crate::jit::{COMBINE_CONTROL_BYTES, PIECE_BYTES, PULL_PARTS, SUM_THREADS, THREADS};
+use crate::layout::{CombineShape, MAX_BLOCKS, Placement, align_up};
+
+/// Geometry of a combine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct CombineGrid {
+    pub(super) blocks: usize,
+    pub(super) threads: usize,
+    pub(super) row_warps: usize,
+    pub(super) stages: usize,
+    pub(super) stage_bytes: usize,
+    pub(super) reducers: usize,
+    pub(super) pieces: usize,
+    pub(super) sender_pieces: usize,
+    pub(super) piece_bytes: usize,
+    pub(super) rings: usize,
+    pub(super) control: usize,
+    pub(super) shared_bytes: usize,
+    /// How many of [`PULL_PARTS`] tokens are pulled; 0 in a combine that sends all.
+    pub(super) pulled: usize,
+    /// Parts in which the sum of a token travels.
+    pub(super) parts: usize,
+    /// Tokens, or parts of them, for each block from which on they are drawn by ticket.
+    drawn_from: usize,
+}
+
+/// What is chosen about a combine apart from its shape: by formula, unless measurements want it otherwise. `pulled` and `parts` are the same on all
+/// ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CombineChoices {
+    /// What the warps of a block do.
+    pub(crate) roles: Option<CombineRoles>,
+    /// How many of [`PULL_PARTS`] tokens are pulled in a combine that pulls, 1 to all.
+    pub(crate) pulled: usize,
+    /// Parts in which the sum of a token travels, as far as there is room for flags.
+    pub(crate) parts: Option<usize>,
+    /// Tokens that are pulled, and sums, go by ticket where each warp gets enough of them.
+    pub(crate) tickets: bool,
+}
+
+impl Default for CombineChoices {
+    fn default() -> Self {
+        Self { roles: None, pulled: PULL_PARTS, parts: None, tickets: true }
+    }
+}
+
+impl CombineChoices {
+    /// Parts of a sum: of two pieces at least, so that a warp has work ahead in its own and the next part.
+    pub(super) fn parts(&self, shape: &CombineShape, most: usize) -> usize {
+        let pieces = shape.row_bytes.div_ceil(PIECE_BYTES);
+        match shape.sums() {
+            true => self.parts.unwrap_or((pieces / 2).min(3)).clamp(1, most.min(pieces)),
+            false => 1,
+        }
+    }
+}
+
+/// Warps of a combine block that send, stages of each, warps that reduce, and pieces in the rings of the latter (in the plain layout the ranks settle
+/// that number) and of senders that sum, at most. In a combine that pulls `pieces` are batches in a ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CombineRoles {
+    pub(crate) row_warps: usize,
+    pub(crate) stages: usize,
+    pub(crate) reducers: usize,
+    pub(crate) pieces: usize,
+    pub(crate) sender_pieces: usize,
+}
+
+impl CombineRoles {
+    /// Nobody sends: rings take all of shared memory. Two batches are enough, one that is summed and one that is loaded.
+    fn for_pull(shape: &CombineShape, available: usize) -> Self {
+        let reducers = Self::plain_reducers(shape, 0, available, 6..=12);
+        Self { row_warps: 0, stages: 0, reducers, pieces: 2, sender_pieces: 0 }
+    }
+
+    /// Rows that are sent as they are: the link wants 48 to 64 of 14 KB in flight, and not more. Sums: what a sender waits for are its rows, so
+    /// it gets the larger part of shared memory; two slots are enough for what it has summed.
+    fn for_shape(shape: &CombineShape, blocks: usize, available: usize) -> Self {
+        let (row_warps, stages) = match (shape.sums(), blocks) {
+            (true, _) => (5, 2),
+            (false, 56..) => (1, 3),
+            (false, 28..) => (1, 2),
+            (false, 12..) => (2, 2),
+            (false, _) => (3, 2),
+        };
+        let reducers = match shape.placement {
+            Placement::Plain if shape.ranks == 1 => Self::plain_reducers(shape, 0, available, 8..=WARPS),
+            Placement::Plain => Self::plain_reducers(shape, row_warps * stages, available, 5..=8),
+            // With one rank nobody sends.
+            Placement::Expanded if shape.ranks == 1 => WARPS,
+            Placement::Expanded if shape.sums() => 5,
+            Placement::Expanded => WARPS - 1 - row_warps,
+        };
+        let pieces = if shape.sums() { 7 } else { 8 };
+        Self { row_warps, stages, reducers, pieces, sender_pieces: 12 }
+    }
+
+    /// Few pieces a row first, then many warps.
+    fn plain_reducers(
+        shape: &CombineShape,
+        stages: usize,
+        available: usize,
+        candidates: RangeInclusive<usize>,
+    ) -> usize {
+        let left = available.saturating_sub(stages * align_up(shape.row_bytes, STAGE_ALIGNMENT));
+        let pieces = |reducers: usize| {
+            let most = left / (reducers * 2 * shape.ranks);
+            shape.row_bytes.div_ceil(most.max(1))
+        };
+        candidates.min_by_key(|&n| (pieces(n), WARPS - n)).unwrap_or(1)
+    }
+}
+
+impl CombineGrid {
+    /// Pieces in the ring of a warp that sums at least: one that is read and one that is loaded.
+    const LEAST_PIECES: usize = 2;
+    /// At most: what is needed to load 8 rows while 8 are summed.
+    const MOST_PIECES: usize = 16;
+    /// Pieces are multiples of this, unless a row is smaller.
+    const PIECE_STEP: usize = 512;
+
+    /// Batches in a ring at most: one barrier each.
+    const MOST_BATCHES: usize = 8;
+    /// From so many tokens for each warp on they are drawn by ticket: a warp that pulls has drawn two ahead, one that sends sums four.
+    const DRAWN_FROM: [usize; 2] = [6, 10];
+
+    /// `pull`: rows are read where they are. `most_parts`: of sums.
+    pub(super) fn new(
+        shape: &CombineShape,
+        limits: Limits,
+        choices: CombineChoices,
+        pull: bool,
+        most_parts: usize,
+    ) -> Result<Self> {
+        let pulled = if pull { choices.pulled.clamp(1, PULL_PARTS) } else { 0 };
+        let blocks = limits.blocks.clamp(1, MAX_BLOCKS);
+        let plain = shape.placement == Placement::Plain;
+        let available = limits.shared_bytes.saturating_sub(COMBINE_CONTROL_BYTES);
+        let wanted = choices.roles.unwrap_or_else(|| match pulled {
+            PULL_PARTS.. => CombineRoles::for_pull(shape, available),
+            _ => CombineRoles::for_shape(shape, blocks, available),
+        });
+        // Plain layout: pieces of a few batches, each with a row from every rank.
+        let batches = if pulled > 0 { wanted.pieces.clamp(2, Self::MOST_BATCHES) } else { 2 };
+        let plain_pieces = batches * shape.ranks;
+        let stage_bytes = if shape.sums() { PIECE_BYTES } else { align_up(shape.row_bytes, STAGE_ALIGNMENT) };
+        let threads = if shape.sums() { SUM_THREADS } else { THREADS };
+        let warps = threads / 32;
+        let (row_warps, mut reducers) = match shape.ranks {
+            1 => (0, wanted.reducers.clamp(1, warps)),
+            _ if pulled >= PULL_PARTS => (0, wanted.reducers.clamp(1, warps - 1)),
+            _ => {
+                let senders = wanted.row_warps.clamp(1, warps - 2);
+                (senders, wanted.reducers.clamp(1, warps - 1 - senders))
+            }
+        };
+        let least_ring = match plain {
+            true => Self::PIECE_STEP * plain_pieces,
+            false => PIECE_BYTES * Self::LEAST_PIECES,
+        };
+        let summing = if shape.sums() { row_warps } else { 0 };
+        let stages = |reducers| available.saturating_sub((reducers + summing) * least_ring) / stage_bytes;
+        while stages(reducers) == 0 && reducers > 1 {
+            reducers /= 2;
+        }
+        let stages = stages(reducers);
+        if stages == 0 {
+            let need = format!("a block has {} bytes of shared memory", limits.shared_bytes);
+            return Err(Error::invalid("combine row_bytes", shape.row_bytes, need));
+        }
+        let row_warps = row_warps.min(stages);
+        let summing = summing.min(row_warps);
+        let depth = stages.checked_div(row_warps).map_or(0, |most| wanted.stages.clamp(1, 8).min(most));
+        let rings = row_warps * depth * stage_bytes;
+        let left = available - rings;
+        let (pieces, sender_pieces, piece_bytes) = if plain {
+            let pieces = plain_pieces;
+            let most = left / reducers / pieces / Self::PIECE_STEP * Self::PIECE_STEP;
+            let parts = shape.row_bytes.div_ceil(most);
+            (pieces, 0, align_up(shape.row_bytes.div_ceil(parts), Self::PIECE_STEP))
+        } else {
+            let clamp = |wanted: usize| wanted.clamp(Self::LEAST_PIECES, Self::MOST_PIECES);
+            let (mut pieces, mut sender_pieces) = (clamp(wanted.pieces), clamp(wanted.sender_pieces));
+            // Least rings fit, as was seen above.
+            while (reducers * pieces + summing * sender_pieces) * PIECE_BYTES > left {
+                let larger =
+                    if summing > 0 && sender_pieces > pieces { &mut sender_pieces } else { &mut pieces };
+                *larger -= 1;
+            }
+            (pieces, sender_pieces, PIECE_BYTES)
+        };
+        let control = rings + (reducers * pieces + summing * sender_pieces) * piece_bytes;
+        let shared_bytes = control + COMBINE_CONTROL_BYTES;
+        Ok(Self {
+            blocks,
+            threads,
+            row_warps,
+            stages: depth,
+            stage_bytes,
+            reducers,
+            pieces,
+            sender_pieces,
+            piece_bytes,
+            rings,
+            control,
+            shared_bytes,
+            pulled,
+            parts: choices.parts(shape, most_parts),
+            drawn_from: match (choices.tickets, pulled) {
+                (true, PULL_PARTS..) => Self::DRAWN_FROM[0] * reducers,
+                (true, 0) if shape.sums() => Self::DRAWN_FROM[1] * reducers.max(row_warps),
+                _ => usize::MAX,
+            },
+        })
+    }
+
+    /// Whether a call with so many tokens draws them by ticket.
+    pub(super) fn draws(&self, tokens: usize) -> bool {
+        tokens * self.parts >= self.drawn_from.saturating_mul(self.blocks)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::grid::tests::HOPPER;
+    use super::*;
+    use crate::layout::MAX_SUM_PARTS;
+    use crate::layout::test_shapes::combine;
+
+    #[test]
+    fn usual_shapes() {
+        let formula = CombineChoices::default();
+        let g =
+            CombineGrid::new(&combine(2, 8, Placement::Plain, true), HOPPER, formula, false, MAX_SUM_PARTS)
+                .unwrap();
+        assert_eq!((g.blocks, g.row_warps, g.stages, g.reducers), (132, 1, 3, 6));
+        assert_eq!((g.pieces, g.piece_bytes), (4, 7168));
+        let g = CombineGrid::new(
+            &combine(2, 8, Placement::Expanded, true),
+            HOPPER,
+            formula,
+            false,
+            MAX_SUM_PARTS,
+        )
+        .unwrap();
+        assert_eq!((g.row_warps, g.stages, g.sender_pieces, g.reducers, g.pieces), (5, 2, 12, 5, 7));
+        assert!(g.control + COMBINE_CONTROL_BYTES <= HOPPER.shared_bytes);
+        // Seven pieces in three parts: 12288 parts for 660 warps.
+        assert!(g.parts == 3 && g.draws(4096) && !CombineGrid { parts: 1, ..g }.draws(4096));
+        let sums = combine(2, 8, Placement::Expanded, true);
+        assert_eq!([1, 2, 4].map(|most| formula.parts(&sums, most)), [1, 2, 3]);
+        let g =
+            CombineGrid::new(&combine(2, 8, Placement::Plain, true), HOPPER, formula, true, MAX_SUM_PARTS)
+                .unwrap();
+        assert_eq!((g.row_warps, g.stages, g.rings, g.pulled), (0, 0, 0, PULL_PARTS));
+        assert_eq!((g.blocks, g.reducers, g.pieces, g.piece_bytes), (132, 7, 4, 7168));
+        // 924 warps get 4 or 5 tokens each; 112 get 36.
+        assert!(!g.draws(4096) && CombineGrid { blocks: 16, ..g }.draws(4096));
+    }
+
+    #[test]
+    fn every_combine_fits_or_is_refused() {
+        for ranks in [1, 2, 8] {
+            for (placement, reduce_first) in
+                [(Placement::Plain, true), (Placement::Expanded, true), (Placement::Expanded, false)]
+            {
+                for row_bytes in [16, 14336, 98304, 128 << 10] {
+                    for blocks in [1, 8, 14, 16, 20, 32, 132] {
+                        for (row_warps, stages, reducers) in [(1, 1, 1), (14, 8, 15), (20, 20, 20), (0, 0, 0)]
+                        {
+                            let mut s = combine(ranks, 8, placement, reduce_first);
+                            s.row_bytes = row_bytes;
+                            let limits = Limits { blocks, ..HOPPER };
+                            let (pieces, sender_pieces) = (3 * stages, 20 - stages);
+                            let roles = CombineRoles { row_warps, stages, reducers, pieces, sender_pieces };
+                            let pulls: &[usize] = match (ranks > 1, placement) {
+                                (true, Placement::Plain) => &[0, 24, PULL_PARTS],
+                                _ => &[0],
+                            };
+                            for (roles, &pulled) in [None, Some(roles)]
+                                .into_iter()
+                                .flat_map(|r| pulls.iter().map(move |p| (r, p)))
+                            {
+                                let choices = CombineChoices { roles, pulled, ..CombineChoices::default() };
+                                let g =
+                                    CombineGrid::new(&s, limits, choices, pulled > 0, MAX_SUM_PARTS).unwrap();
+                                assert_eq!(g.pulled, pulled, "{g:?}");
+                                assert!(g.shared_bytes <= HOPPER.shared_bytes, "{s:?} {g:?}");
+                                let announcer = usize::from(ranks > 1);
+                                assert!(32 * (g.row_warps + announcer + g.reducers) <= g.threads, "{g:?}");
+                                assert!(g.reducers >= 1 && g.pieces >= CombineGrid::LEAST_PIECES, "{g:?}");
+                                assert!(g.piece_bytes.is_multiple_of(CombineGrid::PIECE_STEP), "{g:?}");
+                                let sends = ranks > 1 && g.pulled < PULL_PARTS;
+                                assert!(!sends || (g.row_warps >= 1 && (1..=8).contains(&g.stages)));
+                                let batches = g.pieces / ranks;
+                                assert!(placement != Placement::Plain || (2..=8).contains(&batches));
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        let small = Limits { shared_bytes: 64 << 10, ..HOPPER };
+        let mut s = combine(2, 8, Placement::Plain, true);
+        s.row_bytes = 98304;
+        assert!(
+            CombineGrid::new(&s, small, CombineChoices::default(), false, MAX_SUM_PARTS)
+                .unwrap_err()
+                .to_string()
+                .starts_with("combine row_bytes")
+        );
+    }
+}

@@ -121,6 +121,28 @@ fn on_gpus() {
     }
 }
 
+/// Rows that lie in the heap are read there; in the plain layout, and once for both element types.
+#[test]
+fn pulled_combines_are_timed_where_there_are_some() {
+    let (code, _, report) = json(&["--ranks", "4", "--operations", "combine,pulled"]);
+    assert_eq!(code, Some(0));
+    let found: Vec<_> =
+        report.results.iter().map(|e| (e.setting.layout, e.setting.dtype, e.operation)).collect();
+    assert_eq!(
+        found,
+        [
+            (Layout::Plain, Precision::Bf16, Operation::Combine),
+            (Layout::Plain, Precision::Bf16, Operation::Pulled),
+            (Layout::Expanded, Precision::Bf16, Operation::Combine),
+        ]
+    );
+    let bytes = |entry: usize| match &report.results[entry].outcome {
+        Outcome::Timed(times) => (times.wire_bytes, times.symmetric_bytes),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(bytes(0), bytes(1));
+}
+
 #[test]
 fn bytes_on_the_wire_are_those_of_the_routing() {
     // All tokens choose four experts of rank 0: rank 1 sends it 5 rows and gets none.

@@ -44,6 +44,8 @@ fn run_ends_with_verified() {
         &["--dtype", "fp8", "--packed-scales", "--column-scales", "--cached"],
         &["--dtype", "fp16", "--without-counts", "--narrow-ids", "--no-weights", "--biases", "2"],
         &["--expanded", "--reduction", "at-source", "--routing", "idle:1", "--rounds", "1"],
+        &["--pull", "--routing", "masked:0.5", "--cached"],
+        &["--pull", "--dtype", "fp8", "--without-counts", "--routing", "hot"],
     ] {
         // A later value of an option wins over an earlier one only if it is given once: leave out what is repeated.
         let mut arguments = small(more);
@@ -119,6 +121,7 @@ fn settings_that_can_not_work_are_errors() {
         (vec!["run", "--routing", "wild"], "expected uniform, zipf"),
         (vec!["run", "--routing", "idle:7"], "--routing idle:7: there are 4 ranks"),
         (vec!["run", "--ranks", "9"], "9 is not in 1..=8"),
+        (vec!["run", "--pull", "--expanded"], "'--pull' cannot be used with '--expanded"),
         (vec!["run", "--timeout=-1"], "--timeout -1: "),
         (vec!["plan", "--expanded", "0"], "expert_alignment = 0"),
     ] {

@@ -232,15 +232,18 @@ on_both_sides! {
             let JobError::Library(Error::PeerTimeout { missing, .. }) = &error else { panic!("{error}") };
             assert!(missing == &[VICTIM] || side.is_gpu(), "{error}");
         };
-        if let Some(expanded) = role(side.test) {
-            job.expanded = (expanded == "expanded").then_some(8);
+        let choose = |job: &mut Job, how: &str| {
+            (job.expanded, job.pull) = ((how == "expanded").then_some(8), how == "pulled");
+        };
+        if let Some(how) = role(side.test) {
+            choose(&mut job, &how);
             return survive(TcpBootstrap::join(&Launch::from_env().unwrap(), LONG).unwrap(), &job);
         }
         let mut rng = generator(1, 0, 3);
-        for round in 0..6 {
-            let role = if round % 2 == 0 { "plain" } else { "expanded" };
-            job.expanded = (role == "expanded").then_some(8);
-            let (listener, mut peers) = start(side.test, role);
+        for round in 0..9 {
+            let how = ["plain", "expanded", "pulled"][round % 3];
+            choose(&mut job, how);
+            let (listener, mut peers) = start(side.test, how);
             let victim = peers.remove(VICTIM - 1);
             let (rounds, delay) = (rng.random_range(1..=4), rng.random_range(0..40_000));
             done.store(0, Ordering::Relaxed);

@@ -153,6 +153,39 @@ on_both_sides! {
     }
 }
 
+on_both_sides! {
+    /// Rows and weights in the heap, read where they are: every kind of routing, ranks without tokens, lanes, biases, with and without counts; and calls
+    /// that send in between, on the same buffers.
+    pulled_and_sent_in_turn, |side| {
+        let table: &[(&[usize], usize, usize, usize)] = &[
+            (&[17], 64, 4, 8),
+            (&[5, 5], 8, 2, 4),
+            (&[0, 9], 64, 3, 6),
+            (&[0, 0], 64, 2, 4),
+            (&[4, 11, 7], 40, 2, 9),
+            (&[1, 0, 3, 2, 5], 16, 5, 10),
+            (&[8, 7, 6, 5, 4, 3, 2, 1], 128, 2, 8),
+            (&[40, 33], 7168, 8, 256),
+        ];
+        for &(tokens, hidden, topk, experts) in table {
+            let patterns =
+                [Pattern::Uniform, Pattern::Hot, Pattern::Masked(0.4), Pattern::Zipf(1.5), Pattern::Local];
+            let jobs: Vec<Job> = patterns
+                .into_iter()
+                .enumerate()
+                .flat_map(|(n, pattern)| {
+                    let mut job = job(side, tokens.len(), experts, topk, hidden, pattern, tokens.to_vec());
+                    (job.pull, job.biases, job.exact) = (true, n % 3, n % 2 == 0);
+                    (job.weights, job.cached) = (n % 4 != 3, n == 2);
+                    let sent = Job { pull: false, ..job.clone() };
+                    [job, sent]
+                })
+                .collect();
+            verify(&jobs, 2);
+        }
+    }
+}
+
 /// A round's job on a buffer that was built for the largest one; the same on all ranks.
 fn random_job(largest: &Job, round: u64) -> Job {
     let mut rng = generator(20_261_130, largest.group.ranks, round);
@@ -183,6 +216,7 @@ fn random_job(largest: &Job, round: u64) -> Job {
     job.cached = rng.random();
     job.biases = rng.random_range(0..=2);
     job.reduction = if rng.random() { Reduction::AtSource } else { Reduction::AtExperts };
+    job.pull = job.expanded.is_none() && !job.packets && rng.random();
     job
 }
 
@@ -207,6 +241,7 @@ on_both_sides! {
             (largest.reduction, largest.packets) = (Reduction::AtSource, ranks % 2 == 0);
             let mut config = largest.config();
             (config.plain, config.expanded, config.scale_packs) = (true, Some(20), 3);
+            config.combine_inputs = 1;
             on_threads(ranks, LONG, |bootstrap| {
                 let rank = bootstrap.rank();
                 let mut buffer = ElasticBuffer::with_config(config.clone()).build(bootstrap).unwrap();

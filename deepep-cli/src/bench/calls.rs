@@ -4,7 +4,7 @@
 
 use deepep_core::layout::IndexWidth;
 use deepep_core::tensor::DType;
-use deepep_core::{CombineArgs, DispatchArgs, Dispatched, ElasticBuffer, Handle};
+use deepep_core::{CombineArgs, CombineInput, DispatchArgs, Dispatched, ElasticBuffer, Handle, Transfer};
 use half::bf16;
 
 use super::clock::Clock;
@@ -17,8 +17,6 @@ use crate::oracle;
 use crate::routing::Routing;
 use crate::tensors::{Memory, Tensor};
 
-/// Sets of rows.
-const ROUNDS: usize = 2;
 const WARM_UP: usize = 8;
 const CHAINS: usize = 5;
 
@@ -26,8 +24,9 @@ const CHAINS: usize = 5;
 struct Set {
     x: Tensor,
     scales: Option<Tensor>,
-    /// Experts' outputs.
+    /// Experts' outputs, and the same in the heap if they are to be pulled.
     y: Option<Tensor>,
+    input: Option<CombineInput>,
 }
 
 /// A rank's tensors and calls.
@@ -48,20 +47,28 @@ pub(super) struct Calls<'a> {
 }
 
 impl<'a> Calls<'a> {
+    /// Sets of rows.
+    pub(super) const ROUNDS: usize = 2;
+
     pub(super) fn new(job: &'a Job, buffer: &ElasticBuffer) -> Result<Self, RankError> {
         let (routings, rank, memory) = (job.routings(), buffer.rank(), Memory::default());
         let part = Rank::new(job, &routings, rank);
         let routing = &routings[rank];
         let (n, hidden, topk) = (routing.tokens(), job.values.hidden, job.group.topk);
         let tensor = |bytes: &[u8], dtype, columns| memory.matrix(buffer, bytes, dtype, [n, columns]);
-        let sets = (0..ROUNDS as u64)
+        let sets = (0..Self::ROUNDS as u64)
             .map(|round| {
                 let words = part.scales_by_token(round);
                 let scales = match job.scale_packs() {
                     0 => None,
                     packs => Some(tensor(bytemuck::cast_slice(&words), DType::F32, packs)?),
                 };
-                Ok(Set { x: tensor(&part.own_rows(round), job.values.dtype, hidden)?, scales, y: None })
+                Ok(Set {
+                    x: tensor(&part.own_rows(round), job.values.dtype, hidden)?,
+                    scales,
+                    y: None,
+                    input: None,
+                })
             })
             .collect::<Result<_, RankError>>()?;
         let ids = match job.index {
@@ -118,7 +125,7 @@ impl<'a> Calls<'a> {
 
     /// Dispatches both sets, compares them, and computes the experts' outputs.
     pub(super) fn prepare(&mut self, buffer: &mut ElasticBuffer, clock: &Clock) -> Result<(), RankError> {
-        for round in 0..ROUNDS {
+        for round in 0..Self::ROUNDS {
             let dispatched = self.dispatch(buffer, clock, round, None)?;
             clock.wait("the first dispatch")?;
             dispatched.check()?;
@@ -130,6 +137,14 @@ impl<'a> Calls<'a> {
             // As many rows as a dispatch without counts can deliver.
             let shape = [dispatched.rows(), self.job.values.hidden];
             let y = self.memory.matrix(buffer, bytemuck::cast_slice(&y), DType::Bf16, shape)?;
+            if buffer.config().combine_inputs > 0 {
+                let mut input = buffer.combine_input()?;
+                // SAFETY: as in `dispatch`.
+                let copied = input.copy_in(unsafe { y.view()? }, clock.borrow())?;
+                clock.wait("a copy of rows")?;
+                drop(copied);
+                self.sets[round].input = Some(input);
+            }
             self.sets[round].y = Some(y);
             self.handle = Some(dispatched.into_handle());
         }
@@ -144,7 +159,7 @@ impl<'a> Calls<'a> {
         round: usize,
         handle: Option<&Handle>,
     ) -> Result<Dispatched, RankError> {
-        let (job, set) = (self.job, &self.sets[round % ROUNDS]);
+        let (job, set) = (self.job, &self.sets[round % Self::ROUNDS]);
         // SAFETY: tensors are written and given back only after the clock has waited for the calls that use them (`give_back`).
         let (x, ids, weights) = unsafe { (set.x.view()?, self.ids.view()?, self.weights.view()?) };
         let mut args = match handle {
@@ -172,11 +187,17 @@ impl<'a> Calls<'a> {
         clock: &Clock,
         round: usize,
         handle: &Handle,
+        pull: bool,
     ) -> Result<(), RankError> {
-        let Some(y) = &self.sets[round % ROUNDS].y else { return Ok(()) };
+        let Set { y: Some(y), input, .. } = &self.sets[round % Self::ROUNDS] else { return Ok(()) };
         // SAFETY: as in `dispatch`; the calls that write the sums follow each other on one stream.
         let (y, out) = unsafe { (y.view()?, self.out.view_mut()?) };
-        let mut args = CombineArgs::new(y, handle, out).reduction(self.job.reduction);
+        let y = match input {
+            Some(input) if pull => input.x().first_rows(y.rows()),
+            _ => y,
+        };
+        let transfer = if pull { Transfer::Pull } else { Transfer::Push };
+        let mut args = CombineArgs::new(y, handle, out).reduction(self.job.reduction).transfer(transfer);
         if let Some(stream) = clock.borrow() {
             args = args.stream(stream);
         }
@@ -195,15 +216,15 @@ impl<'a> Calls<'a> {
         match operation {
             Operation::Dispatch => self.dispatch(buffer, clock, round, None).map(Some),
             Operation::Cached => self.dispatch(buffer, clock, round, self.handle.as_ref()).map(Some),
-            Operation::Combine => {
+            Operation::Combine | Operation::Pulled => {
                 if let Some(handle) = self.handle.clone() {
-                    self.combine(buffer, clock, round, &handle)?;
+                    self.combine(buffer, clock, round, &handle, operation == Operation::Pulled)?;
                 }
                 Ok(None)
             }
             Operation::Pair | Operation::Graph => {
                 let dispatched = self.dispatch(buffer, clock, round, None)?;
-                self.combine(buffer, clock, round, dispatched.handle())?;
+                self.combine(buffer, clock, round, dispatched.handle(), false)?;
                 Ok(Some(dispatched))
             }
         }
@@ -217,12 +238,12 @@ impl<'a> Calls<'a> {
         left: Option<&Dispatched>,
         round: usize,
     ) -> Result<(), RankError> {
-        let round = (round % ROUNDS) as u64;
+        let round = (round % Self::ROUNDS) as u64;
         if let Some(dispatched) = left {
             dispatched.check()?;
             self.with_part(true, |part| part.check_dispatch(&part.got(buffer, dispatched)?, round))?;
         }
-        if matches!(operation, Operation::Combine | Operation::Pair | Operation::Graph) {
+        if !matches!(operation, Operation::Dispatch | Operation::Cached) {
             let bytes = self.out.read(buffer)?;
             let sums: Vec<bf16> = bytes.as_chunks::<2>().0.iter().map(|&b| bf16::from_ne_bytes(b)).collect();
             self.with_part(false, |part| part.check_combine(&sums, &[], &[], round))?;
@@ -361,7 +382,7 @@ impl<'a> Calls<'a> {
         match operation {
             Operation::Dispatch | Operation::Cached => (tokens_in * dispatch, tokens_out * dispatch),
             // The way back.
-            Operation::Combine => (tokens_out * combine, tokens_in * combine),
+            Operation::Combine | Operation::Pulled => (tokens_out * combine, tokens_in * combine),
             Operation::Pair | Operation::Graph => {
                 (tokens_in * dispatch + tokens_out * combine, tokens_out * dispatch + tokens_in * combine)
             }

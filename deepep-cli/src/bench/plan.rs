@@ -122,6 +122,8 @@ pub enum Operation {
     Cached,
     /// Combine.
     Combine,
+    /// Combine of rows that lie in the heap and are read where they are; plain layout only.
+    Pulled,
     /// Dispatch, then combine.
     Pair,
     /// The same, replayed as a CUDA graph.
@@ -130,7 +132,8 @@ pub enum Operation {
 
 impl Operation {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::Dispatch, Self::Cached, Self::Combine, Self::Pair, Self::Graph];
+    pub const ALL: [Self; 6] =
+        [Self::Dispatch, Self::Cached, Self::Combine, Self::Pulled, Self::Pair, Self::Graph];
 }
 
 impl fmt::Display for Operation {
@@ -139,6 +142,7 @@ impl fmt::Display for Operation {
             Self::Dispatch => "dispatch",
             Self::Cached => "dispatch, cached",
             Self::Combine => "combine",
+            Self::Pulled => "combine, pulled",
             Self::Pair => "dispatch + combine",
             Self::Graph => "dispatch + combine, graph",
         })

@@ -86,11 +86,16 @@ impl RankError {
 }
 
 impl Run {
-    /// The operations that are timed in a setting. Combine always moves BF16, and is timed once.
+    /// The operations that are timed in a setting. Combine always moves BF16, and is timed once; rows are pulled in the plain layout only.
     pub fn operations_of(&self, setting: &Setting, settings: &[Setting]) -> Vec<Operation> {
         let bf16 = settings.contains(&Setting { dtype: Precision::Bf16, ..*setting });
         let elsewhere = bf16 && setting.dtype != Precision::Bf16;
-        self.operations.iter().copied().filter(|&o| !(elsewhere && o == Operation::Combine)).collect()
+        let possible = |o: Operation| match o {
+            Operation::Combine => !elsewhere,
+            Operation::Pulled => !elsewhere && setting.layout == Layout::Plain,
+            _ => true,
+        };
+        self.operations.iter().copied().filter(|&o| possible(o)).collect()
     }
 
     /// A setting as a job for this many ranks.
@@ -157,7 +162,11 @@ impl Run {
             // The same on all ranks.
             Err(problem) => return all(Part::Failed(problem), say),
         };
-        let built = ElasticBuffer::with_config(job.config()).build(bootstrap.clone());
+        let mut config = job.config();
+        if operations.contains(&Operation::Pulled) {
+            config.combine_inputs = Calls::ROUNDS;
+        }
+        let built = ElasticBuffer::with_config(config).build(bootstrap.clone());
         let mut buffer = match built {
             Ok(buffer) => buffer,
             // An error of one rank is an error of all.

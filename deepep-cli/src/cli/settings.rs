@@ -123,6 +123,9 @@ pub(super) struct Settings {
     /// On GPUs: rows of small batches (at most 256 tokens of a rank) travel in packets
     #[arg(long)]
     packets: bool,
+    /// Experts' outputs lie in the symmetric heap, and other ranks read them there
+    #[arg(long, conflicts_with_all = ["expanded", "packets"])]
+    pull: bool,
     /// Zero the alignment gaps of the expanded layout
     #[arg(long, requires = "expanded")]
     zero_padding: bool,
@@ -222,6 +225,7 @@ impl Settings {
         };
         job.cached = self.cached;
         job.packets = self.packets;
+        job.pull = self.pull;
         job.timeout = Duration::try_from_secs_f64(self.timeout)
             .map_err(|e| format!("--timeout {}: {e}", self.timeout))?;
         job.backend = self.backend.kind();

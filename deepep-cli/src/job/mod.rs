@@ -12,6 +12,7 @@ use deepep_core::layout::{IndexWidth, ScaleOrder};
 use deepep_core::tensor::DType;
 use deepep_core::{
     BackendKind, CombineArgs, Config, DispatchArgs, Dispatched, ElasticBuffer, Error, Handle, Reduction,
+    Transfer,
 };
 use half::bf16;
 
@@ -67,6 +68,8 @@ pub struct Job {
     pub reduction: Reduction,
     /// Rows of small batches travel in packets.
     pub packets: bool,
+    /// Experts' outputs lie in the heap, and are read where they are.
+    pub pull: bool,
     /// Dispatches a second time along the same routes, with other rows.
     pub cached: bool,
     /// The longest wait for a rank.
@@ -97,6 +100,7 @@ impl Job {
             biases: 1,
             reduction: Reduction::AtExperts,
             packets: false,
+            pull: false,
             cached: false,
             timeout: Duration::from_secs(60),
             backend: BackendKind::Auto,
@@ -117,6 +121,7 @@ impl Job {
         config.expanded = self.expanded;
         config.reduction = self.reduction;
         config.packets = self.packets;
+        config.combine_inputs = usize::from(self.pull);
         config.output_slots = 1;
         config.handle_slots = 2;
         config.timeout = self.timeout;
@@ -396,6 +401,15 @@ impl<'a> Rank<'a> {
         let columns = if job.expanded.is_some() { 1 } else { topk };
         let rows = if job.exact { returned.len() / columns } else { self.weight_rows(dispatched) };
         let weights = memory.matrix(buffer, &bytes(returned), DType::F32, [rows, columns])?;
+        let mut input = if job.pull { Some(buffer.combine_input()?.shaped(hidden, topk)?) } else { None };
+        if let Some(input) = &mut input {
+            // SAFETY: as below; the copies come before the combine on the buffer's own stream.
+            let (y, weights) = unsafe { (y.view()?, weights.view()?) };
+            input.copy_in(y, None)?;
+            if job.weights {
+                input.copy_weights_in(weights, None)?;
+            }
+        }
         let biases: Vec<Vec<bf16>> = (0..job.biases).map(|i| self.bias(i as u64)).collect();
         let bias_tensors = biases
             .iter()
@@ -410,10 +424,14 @@ impl<'a> Rank<'a> {
         // SAFETY: the tensors are used, and the memory is reset, only after `stop` has waited for the combine, or after `run` has waited for
         // what a failed call left.
         let args = unsafe {
-            let mut args =
-                CombineArgs::new(y.view()?, dispatched.handle(), out.view_mut()?).reduction(job.reduction);
+            let y = input.as_ref().map_or(y.view()?, |input| input.x().first_rows(got.capacity));
+            let weights = input.as_ref().map_or(weights.view()?, |input| input.weights().first_rows(rows));
+            let mut args = CombineArgs::new(y, dispatched.handle(), out.view_mut()?).reduction(job.reduction);
             if job.weights {
-                args = args.weights(weights.view()?, out_weights.view_mut()?);
+                args = args.weights(weights, out_weights.view_mut()?);
+            }
+            if job.pull {
+                args = args.transfer(Transfer::Pull);
             }
             for bias in &bias_tensors {
                 args = args.bias(bias.view()?);

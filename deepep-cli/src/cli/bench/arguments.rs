@@ -40,6 +40,8 @@ enum OperationChoice {
     Cached,
     /// Combine
     Combine,
+    /// Combine of rows in the symmetric heap, read where they are (plain layout)
+    Pulled,
     /// Dispatch, then combine
     Pair,
     /// The same, replayed as a CUDA graph
@@ -52,6 +54,7 @@ impl OperationChoice {
             Self::Dispatch => Operation::Dispatch,
             Self::Cached => Operation::Cached,
             Self::Combine => Operation::Combine,
+            Self::Pulled => Operation::Pulled,
             Self::Pair => Operation::Pair,
             Self::Graph => Operation::Graph,
         }

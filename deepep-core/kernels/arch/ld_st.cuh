@@ -101,6 +101,10 @@ DEVICE u32 ld_acquire_cta_shared(const u32* p) {
 DEVICE void st_release_cta_shared(u32* p, u32 v) {
     asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(shared_address(p)), "r"(v) : "memory");
 }
+// Counts up what this warp has done; who sees the sum by an acquire sees that, too.
+DEVICE void add_release_cta_shared(u32* p, u32 v) {
+    asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;" ::"r"(shared_address(p)), "r"(v) : "memory");
+}
 
 // Memory that nobody writes while the kernel runs.
 DEVICE Vec16 ld_stream(const Vec16* p) {

@@ -1,86 +1,144 @@
 // Dispatch: rows of this rank's tokens to the ranks of their experts, in one kernel. The protocol is docs/protocol.md, section 2.
 //
 // Blocks [0, senders) count, exchange counts, write tables and send; the others move rows inside the rank. All blocks are resident at
-// once (cooperative launch). Warps [0, row_warps) of a block carry rows; in the expanded layout the next warp of a sending
-// block announces, and warps beyond zero the gaps between experts.
+// once (cooperative launch). Warps [0, row_warps) of a block carry rows; the others of a sending block are workers, who count and write tables. Then one of
+// them announces rows (expanded) or says that they are there (plain), one waits for what comes from other ranks, and the others zero the gaps between experts.
 //
-// Who waits for whom: count → partials (own blocks) → totals (all ranks) → tables → sending → moving → end. Each waits only for what
+// Who waits for whom: place, count → exchange (blocks of all ranks) → tables → sending → moving → end. Each waits only for what
 // stands before it, so that ranks can't block each other; a rank that never comes ends every wait at its deadline (comm/wait.cuh).
 //
-// Order: a row is complete when its bulk group is (wait_group, not .read). Plain: the block meets, then one thread stores `done` with release
+// Order: a row is complete when its bulk group is (wait_group, not .read). Plain: row warps count themselves done, then one thread stores `done` with release
 // at system scope. Expanded: the announcer's fence (comm/announce.cuh). Peers' slots are written only after their place cell was
 // acquired, which says that their earlier readers have ended.
 #include "arch/launch.cuh"
 #include "ops/dispatch/move.cuh"
 #include "ops/dispatch/tables.cuh"
 
-// Tells every peer that this block's rows have arrived, and waits for the blocks of all peers. Sending blocks share the waits.
-DEVICE void finish_plain(const Block& b) {
-    if (threadIdx.x < RANKS && threadIdx.x != b.me) {
-        u32* done = cell32(b.d, threadIdx.x, b.d.done) + b.me * MAX_BLOCKS + blockIdx.x;
-        arch::st_release_sys(done, b.epoch);
+// Counts a warp of this block that has done its part.
+DEVICE void count_warp(const Block& b, u32* counter) {
+    warp::sync();
+    if (b.lane == 0) arch::add_release_cta_shared(counter, 1);
+}
+// Waits until `warps` have, and acquires what they have done. By a whole warp.
+DEVICE bool wait_warps(const Block& b, u32 phase, const u32* counter, u32 warps) {
+    const bool ok = wait_until(b.d, b.place(phase, b.me, blockIdx.x), warps, [&](u64& seen) {
+        seen = arch::ld_acquire_cta_shared(counter);
+        // Rows take their time, and this warp shares its quarter of the multiprocessor with those that carry them.
+        if (seen != warps) arch::sleep_ns(20);
+        return seen == warps;
+    });
+    return warp::all(ok);
+}
+
+// Plain, by the closer, who has acquired what the workers have done: tells every peer that this block's rows have arrived. Nobody is told of rows that were
+// not sent.
+DEVICE void close_plain(const Block& b) {
+    if (!wait_warps(b, PHASE_DONE, &b.control.sent, b.p.row_warps) || arch::ld_acquire_cta_shared(&b.control.unsent) != 0) return;
+    if (b.lane < RANKS && b.lane != b.me) arch::st_release_sys(cell32(b.d, b.lane, b.d.done) + b.me * MAX_BLOCKS + blockIdx.x, b.epoch);
+}
+
+// Plain, by the watcher: waits for the blocks of all peers. Sending blocks share the waits.
+DEVICE void watch_plain(const Block& b) {
+    if (b.lane >= RANKS || b.lane == b.me) return;
+    for (u32 c = blockIdx.x; c < b.control.senders[b.lane]; c += b.p.senders)
+        if (!wait_equal(b.d, b.place(PHASE_DONE, b.lane, c), cell32(b.d, b.me, b.d.done) + b.lane * MAX_BLOCKS + c)) return;
+}
+
+// Plain, by the workers of block 0 but the closer: experts' tokens, from all blocks of all ranks, and what is said of them.
+DEVICE void report_plain(const Block& b, u32 over) {
+    if (!sum_own_experts(b)) return;
+    count_warp(b, &b.control.summed);
+    if (b.warp != WATCHER || !wait_warps(b, PHASE_TOTALS, &b.control.summed, b.workers() - 1)) return;
+    scan_experts(b, b.me);
+    warp::sync();
+    tell_counts(b, over, b.lane, 32);
+}
+
+// By the closer: says in the block's cell that all workers have done their part.
+DEVICE bool publish_tables(const Block& b, const u32* counter, bool told, u32 over) {
+    if (!wait_warps(b, PHASE_TABLES, counter, b.workers())) return false;
+    if ((EXPANDED || !told) && b.lane == 0) arch::st_release_gpu(b.chunk_cell(blockIdx.x, told), pack_cell(b.epoch, over));
+    return true;
+}
+
+// What a worker does when positions are known.
+DEVICE void work(const Block& b, const TokenLanes& lanes, const Share& share, Items& items, u32 over) {
+    if (b.cached()) {
+        write_outputs(b, lanes, share, items);
+    } else {
+        if (EXPANDED && blockIdx.x == 0) tell_counts(b, over, threadIdx.x - 32 * b.p.row_warps, 32 * b.workers());
+        if (!EXPANDED) publish_experts(b);
+        i32 rows[AHEAD];
+        write_tables(b, lanes, share, items, over, rows);
+        // Before anything is on its way to other ranks: the release would wait for it.
+        count_warp(b, &b.control.tables);
+        if (b.warp == CLOSER && !publish_tables(b, &b.control.tables, false, over)) return;
+        if (over == RANKS) tell_tables(b, lanes, share, items, rows);
     }
-    for (u32 i = threadIdx.x; i < RANKS * MAX_BLOCKS; i += THREADS) {
-        const u32 s = i % RANKS, c = blockIdx.x + b.p.senders * (i / RANKS);
-        if (s == b.me || c >= b.control.senders[s]) continue;
-        wait_equal(b.d, b.place(PHASE_DONE, s, c), cell32(b.d, b.me, b.d.done) + s * MAX_BLOCKS + c);
+    count_warp(b, &b.control.told);
+    // Row warps announce nothing before, or (plain) the closer does not.
+    if (b.warp == CLOSER && !publish_tables(b, &b.control.told, true, over)) return;
+
+    if (EXPANDED) {
+        if (b.warp == b.p.row_warps)
+            announce(b.control.mail, b.p.row_warps, b.epoch, [&](u32 r) { return cell32(b.d, r, b.d.ready); });
+        if (b.p.zero_padding && (b.cached() || wait_tables(b)))
+            zero_gaps(b.p, b.control.output[b.me], b.mine<i32>(b.p.expert_start), b.mine<i32>(b.p.expert_count), b.lane,
+                      blockIdx.x * b.workers() + b.warp - b.p.row_warps, b.p.senders * b.workers());
+    } else if (b.warp == CLOSER) {
+        close_plain(b);
+    } else {
+        if (blockIdx.x == 0 && !b.cached()) report_plain(b, over);
+        if (b.warp == WATCHER) watch_plain(b);
     }
 }
 
 // Whether this warp has rows left to move afterwards.
 DEVICE bool run_sender(const Block& b, Ring& ring, const TokenLanes& lanes, const Share& share, Items& items) {
-    const bool carries = b.warp < b.p.row_warps;
-    Sender sender(b, ring);
-
-    if (carries) sender.prefetch();
+    const bool carries = b.carries();
+    u32 over = RANKS;
+    bool failed;
+    i32 row = -1, index = -1;  // of a first row
     if (!b.cached()) {
-        for (u32 i = threadIdx.x; i < WARPS * b.counts; i += THREADS) b.warp_counts[i] = 0;
+        if (!carries) count_tokens(b, lanes, share, items);
         __syncthreads();
-        count_tokens(b, lanes, share, items);
-        __syncthreads();
-        sum_blocks(b);
-        if (b.warp == WARPS - 1) acquire_places(b);
-        sum_ranks(b);
-        __syncthreads();
-        scan_experts(b);
-    } else if (b.warp == WARPS - 1) {
-        acquire_places(b);
-    }
-    __syncthreads();
-    const bool failed = b.control.failed;
-    if (!failed) {
-        if (b.cached()) {
-            write_outputs(b, lanes, share, items);
-        } else {
-            if (blockIdx.x == 0) write_counts(b);
-            write_tables(b, lanes, share, items);
+        publish_counts(b);
+        if (!EXPANDED && !carries) count_later(b, lanes, share, items);
+        failed = !exchange_counts(b);
+        if (!carries) {
+            if (EXPANDED) load_kept_ids(b, lanes, share, 0, items);
+            load_weights(b, lanes, share, 0, items);
         }
+        if (EXPANDED) {
+            scan_ranks(b);
+            __syncthreads();
+        }
+        over = over_capacity(b);
+        if (carries && over == RANKS) Sender(b, ring).place_first(row, index);
+        // Workers are about to change what first rows are placed by.
+        if (EXPANDED) __syncthreads();
+    } else {
+        if (carries) Sender(b, ring).look_up_first(row, index);
+        if (!carries) load_weights(b, lanes, share, 0, items);
+        failed = __syncthreads_or(b.warp == CLOSER && !acquire_places(b));
     }
-    __syncthreads();
-    if (failed) {
-        if (carries) ring.drain(b);
+    if (!carries) {
+        if (!failed) work(b, lanes, share, items, over);
         return false;
     }
-    // The release waits for tables that are on their way to peers: not in a warp that carries rows, if there is another.
-    if (threadIdx.x == THREADS - 1) arch::st_release_gpu(b.chunk_cell(blockIdx.x), pack_cell(b.epoch, b.control.over));
-
-    bool sent = true;
-    if (carries) {
-        arch::fence_proxy_global();
-        sent = sender.run();
-    } else {
-        const bool announces = EXPANDED && b.warp == b.p.row_warps;
-        if (announces) announce(b.control.mail, b.p.row_warps, b.epoch, [&](u32 r) { return cell32(b.d, r, b.d.ready); });
-        const u32 idle = WARPS - b.p.row_warps;
-        if (EXPANDED && b.p.zero_padding && wait_tables(b))
-            zero_gaps(b.p, b.control.output[b.me], b.mine<i32>(b.p.expert_start), b.mine<i32>(b.p.expert_count), b.lane,
-                      blockIdx.x * idle + b.warp - b.p.row_warps, b.p.senders * idle);
+    Sender sender(b, ring);
+    sender.resume(row, index);
+    if (failed) {
+        ring.drain(b);
+        return false;
     }
+    arch::fence_proxy_global();
+    const bool sent = sender.run();
     if (!EXPANDED) {
-        // Nobody is told of rows that were not sent.
-        if (__syncthreads_and(sent)) finish_plain(b);
+        if (!sent && b.lane == 0) arch::add_release_cta_shared(&b.control.unsent, 1);
+        count_warp(b, &b.control.sent);
     }
-    return EXPANDED && carries;
+    return EXPANDED;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const __grid_constant__ DispatchParams p) {
@@ -89,40 +147,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
     arch::launch_dependents();
     arch::wait_for_predecessor();
 
-    // Ids and weights come while the epoch does.
-    const bool sends = blockIdx.x < p.senders;
+    // Ids and first rows come while the epoch does.
+    const bool sends = blockIdx.x < p.senders, carries = b.carries();
     const TokenLanes lanes(b.lane, p.lanes);
     const Share share(b);
     Items items;
-    if (sends) load_items(b, lanes, share, items);
+    Ring ring(b);
+    if (carries) {
+        ring.init(b.lane);
+        if (sends) Sender(b, ring).prefetch();
+    } else if (sends && !b.cached()) {
+        load_given_ids(b, lanes, share, 0, items);
+    }
     b.epoch = *epoch_counter(b.d, OPERATION_DISPATCH, blockIdx.x) + 1;
+    // Movers have nothing to do yet.
+    if (blockIdx.x == gridDim.x - 1 && b.warp == 0) publish_place(b);
     bool useless = false;
     if (threadIdx.x == 0) {
         useless = broken(b.d, OPERATION_DISPATCH, b.epoch);
-        b.control.failed = useless;
-        b.control.over = RANKS;
+        b.control.tables = b.control.told = b.control.summed = b.control.sent = b.control.unsent = 0;
         b.control.output[b.me] = (u64)b.own_output<u8>(0);
     }
+    if (threadIdx.x < MAX_RANKS) b.control.from[threadIdx.x] = 0;
+    if (sends)
+        for (u32 i = threadIdx.x; i < p.experts + RANKS; i += THREADS) b.base()[i] = b.total()[i] = 0;
     mailboxes_init(b.control.mail, p.row_warps);
-    if (threadIdx.x < WARPS * MAX_STAGES) {
-        arch::mbarrier_init(&b.control.bars[0][0] + threadIdx.x);
-        arch::mbarrier_init_done();
+    bool moves = false;
+    // A vote, not a word in shared memory: all threads of a block must find the same, and a fast warp must not change what a slow one still looks at.
+    if (__syncthreads_or(useless)) {
+        if (carries && sends) {
+            Sender(b, ring).resume(-1, -1);
+            ring.drain(b);
+        }
+    } else {
+        // The other parity's tickets belong to the next call. (Combine's among them are zeroed once more than they need be: no combine runs.)
+        if (blockIdx.x == 0 && threadIdx.x < TICKET_KINDS)
+            *(u32*)((u8*)b.ticket(threadIdx.x) + (b.parity() ? -1 : 1) * (i32)(TICKET_KINDS * CELL_LINE)) = 0;
+        moves = sends ? run_sender(b, ring, lanes, share, items) : carries;
     }
-    // Not `control.failed`: in a cached dispatch a fast warp may already have set it again when a slow one looks.
-    if (!__syncthreads_or(useless)) {
-        if (blockIdx.x == 0) {
-            publish_place(b);
-            // The other parity's tickets belong to the next call. (Combine's among them are zeroed once more than they need be: no combine runs.)
-            if (threadIdx.x < TICKET_KINDS)
-                *(u32*)((u8*)b.ticket(threadIdx.x) + (b.parity() ? -1 : 1) * (i32)(TICKET_KINDS * CELL_LINE)) = 0;
-        }
-        Ring ring(b);
-        const bool moves = sends ? run_sender(b, ring, lanes, share, items) : b.warp < p.row_warps;
-        if (moves) {
-            Mover mover(b, ring);
-            if (!sends) mover.prefetch();
-            mover.run(!sends);
-        }
+    if (moves) {
+        Mover mover(b, ring);
+        if (!sends) mover.prefetch();
+        mover.run(!sends);
     }
     __syncthreads();
     store_epoch(b.d, OPERATION_DISPATCH, b.epoch);

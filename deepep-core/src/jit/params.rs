@@ -22,17 +22,20 @@ device_struct! {
         abort: u64,
         epochs: u64,
         tickets: u64,
-        partials: u64,
+        counts: u64,
         chunks: u64,
         reported: u64,
-        /// Cells of one rank in `totals` and of one block in `partials`.
+        /// Cells of one rank in `totals`.
         cells: u32,
+        /// Cells of one block in `counts`.
+        count_cells: u32,
         /// Cells of one set in `arrived`.
         arrived_set: u32,
         /// This rank.
         rank: u32,
         /// Ranks of the domain; kernels are compiled for it, too.
         ranks: u32,
+        reserved: u32,
     }
 }
 
@@ -105,20 +108,24 @@ device_struct! {
         count_tag: u32,
         /// Blocks that send; the others move rows inside the rank.
         senders: u32,
-        /// Row warps of a block, and stages of a row warp.
+        /// Row warps of a block, stages of a row warp, and how many of them may hold rows that are not on their way.
         row_warps: u32,
         stages: u32,
+        ahead: u32,
         stage_bytes: u32,
         /// Eighths of a chunk that are drawn by ticket.
         drawn: u32,
+        /// Chunks that movers walk side by side; whether the cache is to keep what they write.
+        own_parts: u32,
+        keep_own: u32,
         /// Offsets in the block's shared memory, behind the stages: control words; base and total of each count; starts of the local
-        /// experts; counts of each warp.
+        /// experts; counts of each worker; where the first rows go.
         control: u32,
         base: u32,
         total: u32,
         start: u32,
-        warp_counts: u32,
-        reserved: u32,
+        worker_counts: u32,
+        first_rows: u32,
     }
 }
 

@@ -10,8 +10,8 @@ use super::params::{
 use super::sizes::PacketSizes;
 use crate::layout::{
     BACK_BYTES, COLLECTIVE_BLOCKS, CountsLayout, GROUP_BYTES, GROUP_PACKETS, IndexWidth, MAX_BLOCKS,
-    MAX_RANKS, MAX_TOPK, Operation, PACKET_BYTES, Phase, Placement, REGION_ALIGNMENT, RecordKind,
-    STATUS_RECORD_BYTES, StatusRecord, Ticket, WorkspaceLayout,
+    MAX_RANKS, MAX_SENDERS, MAX_TOPK, Operation, PACKET_BYTES, Phase, Placement, REGION_ALIGNMENT,
+    RecordKind, STATUS_RECORD_BYTES, StatusRecord, Ticket, WorkspaceLayout,
 };
 
 /// A kernel, in one of the variants that are compiled separately. Sizes are arguments; what is fixed here changes the code.
@@ -91,7 +91,7 @@ pub(crate) const PACKET_CONTROL_BYTES: usize = 320;
 /// Threads of a barrier kernel's block.
 pub(crate) const BARRIER_THREADS: usize = 32;
 /// Shared memory of a dispatch block's control words.
-pub(crate) const DISPATCH_CONTROL_BYTES: usize = 3072;
+pub(crate) const DISPATCH_CONTROL_BYTES: usize = 3584;
 /// Bytes of a row that a warp of combine loads and sums at a time.
 pub(crate) const PIECE_BYTES: usize = 2048;
 /// Parts that the tokens of a combine are divided into: some are pulled, the others sent.
@@ -132,7 +132,9 @@ const HEADERS: &[(&str, &str)] = embedded![
     "ops/dispatch/block.cuh",
     "ops/dispatch/output.cuh",
     "ops/dispatch/report.cuh",
+    "ops/dispatch/tokens.cuh",
     "ops/dispatch/count.cuh",
+    "ops/dispatch/exchange.cuh",
     "ops/dispatch/tables.cuh",
     "ops/dispatch/send.cuh",
     "ops/dispatch/move.cuh",
@@ -278,11 +280,12 @@ impl Program {
             ("MAX_RANKS", MAX_RANKS),
             ("MAX_TOPK", MAX_TOPK),
             ("MAX_BLOCKS", MAX_BLOCKS),
+            ("MAX_SENDERS", MAX_SENDERS),
             ("COLLECTIVE_BLOCKS", COLLECTIVE_BLOCKS),
             ("CELL_LINE", WorkspaceLayout::LINE),
             ("CELL_CALL", WorkspaceLayout::CELL_CALL),
             ("CELL_PLACE", WorkspaceLayout::CELL_PLACE),
-            ("CELL_COUNTS", WorkspaceLayout::CELL_COUNTS),
+            ("COUNT_PAIRS", WorkspaceLayout::count_pairs(self.ranks())),
             ("TICKET_SEND", Ticket::Send as usize),
             ("TICKET_OWN", Ticket::Own as usize),
             ("TICKET_INCOMING", Ticket::Incoming as usize),

@@ -31,10 +31,15 @@ impl Ticket {
 /// same for every call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WorkspaceLayout {
-    /// Peer, `u64[2 parities][ranks][cells]`: call, place, and totals of a dispatch: E experts, R ranks.
+    /// Peer, `u64[2 parities][ranks][cells]`: call, place, and (of a rank on a CPU) totals of a dispatch: E experts, R ranks.
     pub totals: usize,
-    /// Cells of one rank in [`totals`](Self::totals), and of one block in [`partials`](Self::partials).
+    /// Cells of one rank in [`totals`](Self::totals).
     pub cells: usize,
+    /// Peer, `u64[2 parities][ranks][MAX_SENDERS][count_cells]`: what a sending block of a dispatch has counted: tokens for each rank, and from
+    /// [`count_pairs`](Self::count_pairs) on tokens of two experts a cell.
+    pub counts: usize,
+    /// Cells of one block in [`counts`](Self::counts).
+    pub count_cells: usize,
     /// Peer, `u32[ranks * max_tokens]`, by token index: a row of an expanded dispatch is in its first place.
     pub ready: usize,
     /// Peer, `u32[ranks][MAX_BLOCKS]`: a sending block of a plain dispatch is done.
@@ -56,9 +61,7 @@ pub struct WorkspaceLayout {
     pub epochs: usize,
     /// Own, `u32[2 parities][Ticket::COUNT]`, one cache line each. See [`Ticket`].
     pub tickets: usize,
-    /// Own, `u64[MAX_SENDERS][cells]`: counts of each sending block.
-    pub partials: usize,
-    /// Own, `u64[MAX_SENDERS]`: a sending block has written its tables.
+    /// Own, `u64[2][MAX_SENDERS]`: a sending block has written its tables; it has told other ranks of its tokens.
     pub chunks: usize,
     /// Own, `u32[record kinds]`: epoch of the newest record of each kind in the status block.
     pub reported: usize,
@@ -80,9 +83,15 @@ impl WorkspaceLayout {
     /// First of the E + R count cells.
     pub const CELL_COUNTS: usize = 2;
 
+    /// First cell of the experts among those of a block in [`counts`](Self::counts); an even number.
+    pub const fn count_pairs(ranks: usize) -> usize {
+        ranks.next_multiple_of(2)
+    }
+
     /// Layout for a buffer with these maxima. `flags` is the most flags that a token has in combine's receive area.
     pub fn new(ranks: usize, max_tokens: usize, experts: usize, flags: usize, sets: usize) -> Self {
         let cells = align_up(Self::CELL_COUNTS + experts + ranks, 16);
+        let count_cells = align_up(Self::count_pairs(ranks) + experts.div_ceil(2), 16);
         let arrived_set = flags * max_tokens;
         let mut c = Cursor::at(0);
         let abort = c.take(1, Self::LINE);
@@ -90,17 +99,19 @@ impl WorkspaceLayout {
         let started = c.take(2 * ranks, Self::LINE);
         let read = c.take(ranks, Self::LINE);
         let totals = c.take(2 * ranks * cells, 8);
+        let counts = c.take(2 * ranks * MAX_SENDERS * count_cells, 8);
         let done = c.take(ranks * MAX_BLOCKS, 4);
         let ready = c.take(ranks * max_tokens, 4);
         let arrived = c.take(sets * arrived_set, 4);
         let epochs = c.take(Self::EPOCHS * MAX_BLOCKS, 4);
         let tickets = c.take(2 * Ticket::COUNT, Self::LINE);
-        let partials = c.take(MAX_SENDERS * cells, 8);
-        let chunks = c.take(MAX_SENDERS, 8);
+        let chunks = c.take(2 * MAX_SENDERS, 8);
         let reported = c.take(super::RecordKind::COUNT, 4);
         Self {
             totals,
             cells,
+            counts,
+            count_cells,
             ready,
             done,
             started,
@@ -111,7 +122,6 @@ impl WorkspaceLayout {
             abort,
             epochs,
             tickets,
-            partials,
             chunks,
             reported,
             packets: None,
@@ -139,9 +149,11 @@ mod tests {
         assert_eq!(w.abort, 0);
         assert_eq!(w.barrier, 256);
         assert_eq!(w.totals, 256 + 4 * 8 * 128);
-        assert_eq!(w.done - w.totals, 2 * 8 * 272 * 8);
+        assert_eq!(w.counts - w.totals, 2 * 8 * 272 * 8);
+        assert_eq!(w.count_cells, 144);
+        assert_eq!(w.done - w.counts, 2 * 8 * 64 * 144 * 8);
         assert_eq!(w.arrived - w.ready, 8 * 8192 * 4);
-        assert!(w.bytes < 1 << 20, "{}", w.bytes);
+        assert!(w.bytes < 2 << 20, "{}", w.bytes);
         assert_eq!(w.bytes % super::super::REGION_ALIGNMENT, 0);
     }
 

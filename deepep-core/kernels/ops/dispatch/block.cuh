@@ -1,4 +1,4 @@
-// What the parts of the dispatch kernel share: the block's shared memory, the lanes of a token, the ring of stages.
+// What the parts of the dispatch kernel share: the block's shared memory, who does what in it, the ring of stages.
 #pragma once
 #include "arch/bulk.cuh"
 #include "comm/announce.cuh"
@@ -8,8 +8,11 @@
 // a stage can be awaited without waiting for the others.
 constexpr u32 STAGE_LANES = 8;
 constexpr u32 MAX_STAGES = 32 / STAGE_LANES;
-// Steps of a warp whose ids and weights are loaded before the first use.
-constexpr u32 AHEAD = EXPANDED ? 4 : 8;
+
+// The last two workers of a sending block have duties of their own. The closer acquires places, publishes the block's tables and says (plain) that
+// its rows are there; the watcher waits for what comes from other ranks. Nobody waits for the watcher.
+constexpr u32 CLOSER = WARPS - 1, WATCHER = WARPS - 2;
+constexpr u32 LEAST_WORKERS = 4;
 
 struct Control {
     u64 bars[WARPS][MAX_STAGES];
@@ -18,8 +21,13 @@ struct Control {
     u32 senders[MAX_RANKS];
     i32 tokens[MAX_RANKS];  // what each rank is about to receive
     i32 rows[MAX_RANKS];
-    u32 failed;             // a wait of this block gave up
-    u32 over;               // lowest rank over capacity; RANKS if none is
+    u32 from[MAX_RANKS];    // what this rank is about to receive from each rank (block 0)
+    u32 to_rank[WARPS][MAX_RANKS];  // tokens for each rank that a worker counted; then those of the workers before it
+    u32 tables;             // workers that have written this rank's tables
+    u32 told;               // workers that have told other ranks of their tokens
+    u32 summed;             // workers (of block 0) that have summed experts' tokens
+    u32 sent;               // row warps whose stores are complete
+    u32 unsent;             // row warps that could not send everything
     Mailboxes mail;
 };
 static_assert(sizeof(Control) <= DISPATCH_CONTROL_BYTES, "the host reserves too little shared memory");
@@ -27,30 +35,54 @@ static_assert(sizeof(Control) <= DISPATCH_CONTROL_BYTES, "the host reserves too 
 struct Block {
     const DispatchParams& p;
     const Domain& d;
-    u8* stages;
+    u8* const shared;
     Control& control;
-    i32* base;         // [E + R] first row or token index of this block's tokens, per expert and rank
-    i32* total;        // [E + R] counts of all ranks
-    i32* start;        // [EL + 1] first row of each local expert
-    u16* warp_counts;  // [WARPS][E + R] counts of each warp, then of the warps before it
-    u32 epoch, me, lane, warp, counts;
+    u32 epoch, me, lane, warp;
 
-    DEVICE Block(const DispatchParams& params, u8* shared)
-        : p(params), d(params.domain), stages(shared), control(*(Control*)(shared + params.control)),
-          base((i32*)(shared + params.base)), total((i32*)(shared + params.total)), start((i32*)(shared + params.start)),
-          warp_counts((u16*)(shared + params.warp_counts)), epoch(0), me(params.domain.rank), lane(threadIdx.x % 32),
-          warp(threadIdx.x / 32), counts(params.experts + RANKS) {}
+    DEVICE Block(const DispatchParams& params, u8* memory)
+        : p(params), d(params.domain), shared(memory), control(*(Control*)(memory + params.control)), epoch(0), me(params.domain.rank),
+          lane(threadIdx.x % 32), warp(threadIdx.x / 32) {}
 
+    // [E + R] first row or token index of this block's tokens, per expert and rank.
+    DEVICE i32* base() const { return (i32*)(shared + p.base); }
+    // [E + R] counts of all ranks.
+    DEVICE i32* total() const { return (i32*)(shared + p.total); }
+    // [EL + 1] first row of each local expert.
+    DEVICE i32* start() const { return (i32*)(shared + p.start); }
+    // [WARPS][2 · pairs] tokens for each expert that a worker counted; then those of the workers before it.
+    DEVICE u16* counted(u32 worker) const { return (u16*)(shared + p.worker_counts) + worker * 2 * pairs(); }
+    // [row_warps · stages][R] (expanded: two words) where the first rows go, as the workers know it.
+    DEVICE u32* first_rows() const { return (u32*)(shared + p.first_rows); }
+    // Experts in twos.
+    DEVICE u32 pairs() const { return (p.experts + 1) / 2; }
     DEVICE bool cached() const { return p.topk_idx == 0; }
     DEVICE u32 parity() const { return epoch & 1; }
+    // Warps [0, row_warps) carry rows, the others are workers.
+    DEVICE bool carries() const { return warp < p.row_warps; }
+    DEVICE u32 workers() const { return WARPS - p.row_warps; }
     // First token of a sending block's chunk.
-    DEVICE u32 chunk(u32 block) const { return (u32)((u64)p.tokens * block / p.senders); }
+    DEVICE u32 chunk(u32 block) const { return p.tokens * block / p.senders; }
+    // Token number q when `parts` chunks are walked side by side, as senders walk theirs; false if there is none.
+    DEVICE bool walk(u32 q, u32 parts, u32& token) const {
+        const u32 c = q % parts, first = p.tokens * c / parts, at = q / parts;
+        token = first + at;
+        return at < p.tokens * (c + 1) / parts - first;
+    }
+    // Tokens of a chunk that its own block sends: at least one for each stage.
+    DEVICE u32 fixed(u32 tokens) const {
+        const u32 first = p.row_warps * p.stages, rest = tokens - tokens * p.drawn / 8;
+        return rest > first ? rest : first < tokens ? first : tokens;
+    }
     // Totals of rank s for this call, in rank r's workspace.
     DEVICE u64* totals(u32 r, u32 s) const {
         return cell64(d, r, d.totals) + (u64)(parity() * RANKS + s) * d.cells;
     }
-    DEVICE u64* partials(u32 block) const { return cell64(d, me, d.partials) + (u64)block * d.cells; }
-    DEVICE u64* chunk_cell(u32 block) const { return cell64(d, me, d.chunks) + block; }
+    // Counts of rank s's block, in rank r's workspace.
+    DEVICE u64* counts(u32 r, u32 s, u32 block) const {
+        return cell64(d, r, d.counts) + (u64)((parity() * RANKS + s) * MAX_SENDERS + block) * d.count_cells;
+    }
+    // A block has written this rank's tables; and (`told`) what other ranks are told.
+    DEVICE u64* chunk_cell(u32 block, bool told) const { return cell64(d, me, d.chunks) + (told ? MAX_SENDERS : 0) + block; }
     DEVICE u32* ticket(u32 kind) const {
         return (u32*)((u8*)cell32(d, me, d.tickets) + (u64)(parity() * TICKET_KINDS + kind) * CELL_LINE);
     }
@@ -69,20 +101,6 @@ struct Block {
     }
 };
 
-// The lanes of a warp hold the top-k lanes of 32 / K tokens at a time.
-struct TokenLanes {
-    u32 per_step, group, k, first, mask;
-    bool active;
-    DEVICE TokenLanes(u32 lane, u32 topk) {
-        per_step = 32 / topk;
-        group = lane / topk;
-        k = lane - group * topk;
-        first = group * topk;
-        active = group < per_step;
-        mask = active ? (ALL_LANES >> (32 - topk)) << first : 0;
-    }
-};
-
 // The ring of stages of a row warp. Stage i holds the rows i, i + S, …; `head` rows were loaded, `tail` were handed on.
 struct Ring {
     u32 head = 0, tail = 0;
@@ -91,9 +109,17 @@ struct Ring {
     u32 count, bytes;
 
     DEVICE Ring(const Block& b)
-        : stage(b.stages + (u64)b.warp * b.p.stages * b.p.stage_bytes), bars(b.control.bars[b.warp]), count(b.p.stages),
+        : stage(b.shared + (u64)b.warp * b.p.stages * b.p.stage_bytes), bars(b.control.bars[b.warp]), count(b.p.stages),
           bytes(b.p.stage_bytes) {}
     DEVICE bool room() const { return head - tail < count; }
+    // By the warp, before its first load.
+    DEVICE void init(u32 lane) const {
+        if (lane < count) {
+            arch::mbarrier_init(bars + lane);
+            arch::mbarrier_init_done();
+        }
+        warp::sync();
+    }
     DEVICE u32 next_stage() const { return head % count; }
     DEVICE u8* at(u32 s) const { return stage + (u64)s * bytes; }
 
@@ -125,9 +151,11 @@ DEVICE const u8* source_scales(const Block& b, u32 token) {
     return (const u8*)b.p.scales + (i64)token * b.p.scale_row_stride * 4;
 }
 
-// By one lane: stores a stage to a row of an output slot.
-DEVICE void store_stage(const Block& b, const u8* stage, u64 output, u32 row) {
-    arch::bulk_store((void*)(output + b.p.rows + (u64)row * b.p.row_bytes), stage, b.p.row_bytes);
+// By one lane: stores a stage to a row of an output slot. `keep`: somebody may read it soon.
+DEVICE void store_stage(const Block& b, const u8* stage, u64 output, u32 row, bool keep) {
+    void* to = (void*)(output + b.p.rows + (u64)row * b.p.row_bytes);
+    if (keep) arch::bulk_store(to, stage, b.p.row_bytes);
+    else arch::bulk_store_evict_first(to, stage, b.p.row_bytes);
     if (b.p.scales_in_bulk) {
         const u32 bytes = b.p.scale_packs * 4;
         arch::bulk_store((void*)(output + b.p.out_scales + (u64)row * bytes), stage + b.p.row_bytes, bytes);

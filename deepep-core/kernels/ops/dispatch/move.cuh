@@ -35,9 +35,9 @@ struct Mover {
         if (owns(ring.next_stage())) token = (i32)t;
         ring.head++;
     }
-    // Where the own token of stage s goes.
-    DEVICE void look_up(u32 s) {
-        if (!owns(s)) return;
+    // Where the own token of this lane's stage goes. Stages together if they can be: one look-up waits for the one before.
+    DEVICE void look_up(bool mine) {
+        if (!mine) return;
         if (EXPANDED) {
             const i32* own = b.mine<i32>(b.p.own_row) + (u64)token * b.p.lanes;
 #pragma unroll
@@ -49,17 +49,25 @@ struct Mover {
             rows[0] = lane_in_stage() == 0 ? arch::ld_received(b.mine<i32>(b.p.sent_row) + (u64)token * RANKS + b.me) : -1;
         }
     }
+    // Next own token; −1 at the end. They are walked as senders walk them, so that a row is read from memory once and from the cache the second time.
+    // Warp-uniform.
+    DEVICE i32 next_own() {
+        const u32 parts = b.p.own_parts;
+        for (;;) {
+            const u32 q = warp::get(own_ticket, 0);
+            if (q / parts > b.p.tokens / parts) return -1;
+            u32 token;
+            draw_own();
+            if (b.walk(q, parts, token)) return (i32)token;
+        }
+    }
     // Own rows that can be loaded before any position is known.
     DEVICE void prefetch() {
         draw_own();
-        while (ring.room()) {
-            const u32 t = warp::get(own_ticket, 0);
-            if (t >= b.p.tokens) {
-                more_own = false;
-                return;
-            }
-            draw_own();
-            load_own(t);
+        while (ring.room() && more_own) {
+            const i32 t = next_own();
+            if (t < 0) more_own = false;
+            else load_own((u32)t);
         }
     }
     // Received tokens of each rank, from the counts in the handle.
@@ -88,7 +96,7 @@ struct Mover {
         const u32 si = v % PEERS, q = v / PEERS, parts = b.p.senders, part = q % parts, at = q / parts;
         source = si + (si >= b.me);
         const u32 n = warp::get(received, source), first = warp::get(base, source);
-        const u32 low = (u32)((u64)n * part / parts), high = (u32)((u64)n * (part + 1) / parts);
+        const u32 low = n * part / parts, high = n * (part + 1) / parts;
         return at < high - low ? (i32)(first + low + at) : -1;
     }
     // Copies scales that can't travel in bulk, for the rows of stage s.
@@ -153,19 +161,20 @@ struct Mover {
         if (owns(s)) {
 #pragma unroll
             for (u32 i = 0; i < ROWS; i++)
-                if (rows[i] >= 0) store_stage(b, ring.at(s), b.control.output[b.me], rows[i]);
+                if (rows[i] >= 0) store_stage(b, ring.at(s), b.control.output[b.me], rows[i], b.p.keep_own != 0);
             arch::bulk_commit();
         }
         ring.tail++;
         return true;
     }
 
-    // `prefetched`: prefetch() was called, and tables of this rank's blocks may not be complete yet.
+    // `prefetched`: prefetch() was called, and tables of this rank's blocks may not be complete yet. Those that are read here a cached dispatch has
+    // from an earlier one.
     DEVICE void run(bool prefetched) {
-        bool ok = wait_tables(b);
+        bool ok = b.cached() || wait_tables(b);
         if (ok) {
             if (prefetched)
-                for (u32 s = 0; s < ring.head; s++) look_up(s);
+                look_up(b.lane / STAGE_LANES < ring.head);
             else
                 draw_own();
             if (EXPANDED) {
@@ -207,17 +216,16 @@ struct Mover {
                     }
                 }
                 if (more_own) {
-                    const u32 t = warp::get(own_ticket, 0);
-                    if (t >= b.p.tokens) {
+                    const i32 t = next_own();
+                    if (t < 0) {
                         more_own = false;
                         continue;
                     }
-                    draw_own();
                     const u32 s = ring.next_stage();
                     if (owns(s)) arch::bulk_wait_read();
                     warp::sync();
-                    load_own(t);
-                    look_up(s);
+                    load_own((u32)t);
+                    look_up(owns(s));
                     continue;
                 }
             }

@@ -3,20 +3,21 @@
 #include "arch/ld_st.cuh"
 #include "comm/wait.cuh"
 
-// An id as the caller gave it.
-DEVICE i64 given_expert(const DispatchParams& p, u32 token, u32 k) {
-    const u64 at = (u64)token * p.lanes + k;
+// An id as the caller gives it.
 #if INDEX_BITS == 64
-    return ((const i64*)p.topk_idx)[at];
+typedef i64 Id;
+typedef u64 UnsignedId;
 #else
-    return ((const i32*)p.topk_idx)[at];
+typedef i32 Id;
+typedef u32 UnsignedId;
 #endif
+
+DEVICE i64 given_expert(const DispatchParams& p, u32 token, u32 k) {
+    return ((const Id*)p.topk_idx)[(u64)token * p.lanes + k];
 }
 // An expert, −1, or −2 for an id that is out of range.
-DEVICE i32 load_expert(const DispatchParams& p, u32 token, u32 k) {
-    const i64 id = given_expert(p, token, k);
-    return id == -1 ? -1 : (u64)id < p.experts ? (i32)id : -2;
-}
+DEVICE i32 known_expert(const DispatchParams& p, i64 id) { return id == -1 ? -1 : (u64)id < p.experts ? (i32)id : -2; }
+DEVICE i32 load_expert(const DispatchParams& p, u32 token, u32 k) { return known_expert(p, given_expert(p, token, k)); }
 
 // Not inlined: rare.
 __device__ __noinline__ void report_expert(const DispatchParams& p, u32 epoch, u32 kind, u32 token, u32 k) {
@@ -41,17 +42,17 @@ struct Received {
     i32 tokens, rows;  // of this rank, or of the rank over capacity
 };
 
-// By all threads of one block: counts for the caller, for combine, and for the host if it waits for them. `start[0..local experts]`: first row of
-// each local expert and the number of rows; `count(j)`: rows of expert j; `psum(r)`: tokens from ranks up to r.
+// By `threads` threads of one block, of which this is number `thread`: counts for the caller, for combine, and for the host if it waits for them.
+// `start[0..local experts]`: first row of each local expert and the number of rows; `count(j)`: rows of expert j; `psum(r)`: tokens from ranks up to r.
 template <class Count, class Psum>
 DEVICE void write_counts(const DispatchParams& p, u64 handle, u32 epoch, const Received& received, const i32* start, Count count,
-                         Psum psum) {
+                         Psum psum, u32 thread = threadIdx.x, u32 threads = THREADS) {
     const u32 local = p.local_experts, tag = p.count_tag;
     const bool fits = received.over == RANKS;
     u64* host = (u64*)p.host_counts;
     // Other blocks have written their records before they told this one of their tokens: the host is to see those first.
     if (tag) arch::fence_sys();
-    for (u32 j = threadIdx.x; j <= local; j += THREADS) {
+    for (u32 j = thread; j <= local; j += threads) {
         ((i32*)(handle + p.expert_start))[j] = fits ? start[j] : 0;
         if (j == local) break;
         const i32 n = fits ? count(j) : 0;
@@ -59,12 +60,12 @@ DEVICE void write_counts(const DispatchParams& p, u64 handle, u32 epoch, const R
         if (p.stats && n) atomicAdd((i32*)p.stats + j, n);
         if (tag) arch::st_relaxed_sys(host + HOST_EXPERT_COUNT + j, pack_cell(tag, n));
     }
-    if (threadIdx.x < RANKS) {
-        const i32 n = fits ? psum(threadIdx.x) : 0;
-        ((i32*)(handle + p.rank_psum))[threadIdx.x] = n;
-        if (tag) arch::st_relaxed_sys(host + HOST_RANK_PSUM + threadIdx.x, pack_cell(tag, n));
+    if (thread < RANKS) {
+        const i32 n = fits ? psum(thread) : 0;
+        ((i32*)(handle + p.rank_psum))[thread] = n;
+        if (tag) arch::st_relaxed_sys(host + HOST_RANK_PSUM + thread, pack_cell(tag, n));
     }
-    if (threadIdx.x != 0) return;
+    if (thread != 0) return;
     const i32 values[4] = {fits ? received.tokens : 0, fits ? received.rows : 0, fits ? 0 : received.tokens, fits ? 0 : received.rows};
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {

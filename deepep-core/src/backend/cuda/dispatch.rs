@@ -86,7 +86,7 @@ impl Setting {
         let (output, handle) = self.layout.fits_dispatch(shape)?;
         let form = match &self.layout.workspace.packets {
             Some(packets) => Form::Packets(PacketGrid::dispatch(shape, self.limits, packets)?),
-            None => Form::Rows(DispatchGrid::new(shape, self.limits)?),
+            None => Form::Rows(DispatchGrid::new(shape, self.limits, self.dispatch_roles)?),
         };
         let (pack_stride, row_stride) = shape.scale_strides();
         let (outputs, handles) = (&self.layout.outputs, &self.layout.handles);
@@ -131,13 +131,17 @@ impl Setting {
                 senders: grid.senders as u32,
                 row_warps: grid.row_warps as u32,
                 stages: grid.stages as u32,
+                ahead: grid.ahead as u32,
                 stage_bytes: grid.stage_bytes as u32,
                 drawn: grid.drawn as u32,
+                own_parts: grid.own_parts as u32,
+                keep_own: u32::from(grid.keep_own),
                 control: grid.control as u32,
                 base: grid.base as u32,
                 total: grid.total as u32,
                 start: grid.start as u32,
-                warp_counts: grid.warp_counts as u32,
+                worker_counts: grid.worker_counts as u32,
+                first_rows: grid.first_rows as u32,
                 ..params
             },
             Form::Packets(_) => params,

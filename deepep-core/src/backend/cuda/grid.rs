@@ -9,8 +9,19 @@ pub(super) const WARPS: usize = THREADS / 32;
 pub(super) const STAGE_ALIGNMENT: usize = 128;
 /// Stages of a row warp at most: eight lanes share one.
 const MAX_STAGES: usize = 4;
-/// Tokens of one sending block at most: it counts them in 16 bits.
-const MAX_CHUNK: usize = u16::MAX as usize;
+/// Warps of a block that carry rows, at most. The others read ids and write tables; small rows need no more.
+const MOST_ROW_WARPS: usize = WARPS / 2;
+/// Warps that don't carry rows, at least: one announces or says that rows are there, one waits for other ranks.
+const LEAST_WORKERS: usize = 4;
+/// Rows of a block that leave before there are tables, at most: one for each stage.
+const MOST_FIRST_ROWS: usize = (WARPS - LEAST_WORKERS) * MAX_STAGES;
+/// Tokens of one sending block at most: it counts them in 16 bits, and in the expanded layout counts of eight blocks are summed in 16 bits.
+const fn most_tokens(placement: Placement) -> usize {
+    match placement {
+        Placement::Plain => u16::MAX as usize,
+        Placement::Expanded => u16::MAX as usize / 8,
+    }
+}
 
 /// What a device offers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,14 +58,38 @@ pub(super) struct DispatchGrid {
     pub(super) row_warps: usize,
     pub(super) stages: usize,
     pub(super) stage_bytes: usize,
+    /// Stages of a row warp whose rows are not on their way yet, at most.
+    pub(super) ahead: usize,
     /// Eighths of the rows that are drawn by ticket.
     pub(super) drawn: usize,
+    /// Chunks that movers walk side by side, and whether the cache is to keep what they write.
+    pub(super) own_parts: usize,
+    pub(super) keep_own: bool,
     pub(super) control: usize,
     pub(super) base: usize,
     pub(super) total: usize,
     pub(super) start: usize,
-    pub(super) warp_counts: usize,
+    pub(super) worker_counts: usize,
+    pub(super) first_rows: usize,
     pub(super) shared_bytes: usize,
+}
+
+/// What the blocks and warps of a dispatch do, if the formula's choice is not wanted. Each is taken as far as it fits; 0 leaves it to the formula.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct DispatchRoles {
+    /// Blocks of the grid, and how many of them send.
+    pub(crate) blocks: usize,
+    pub(crate) senders: usize,
+    /// Row warps of a block, stages of each, and stages whose rows are not on their way.
+    pub(crate) row_warps: usize,
+    pub(crate) stages: usize,
+    pub(crate) ahead: usize,
+    /// Eighths of the rows that are drawn by ticket.
+    pub(crate) drawn: Option<usize>,
+    /// Movers walk the tokens one by one, not as senders do.
+    pub(crate) own_in_order: bool,
+    /// The cache gives up what movers write before other lines.
+    pub(crate) evict_own: bool,
 }
 
 /// Whether scales travel by bulk copies, given contiguous rows of them.
@@ -69,15 +104,18 @@ pub(super) fn scales_in_bulk(shape: &DispatchShape, row_stride: i64, pack_stride
 }
 
 impl DispatchGrid {
-    pub(super) fn new(shape: &DispatchShape, limits: Limits) -> Result<Self> {
-        let expanded = shape.placement == Placement::Expanded;
+    pub(super) fn new(shape: &DispatchShape, limits: Limits, wanted: Option<DispatchRoles>) -> Result<Self> {
+        let wanted = wanted.unwrap_or_default();
         let counts = shape.experts + shape.ranks;
+        let first_rows =
+            MOST_FIRST_ROWS * shape.ranks * if shape.placement == Placement::Expanded { 8 } else { 4 };
         let fixed = [
             DISPATCH_CONTROL_BYTES,
             counts * 4,
             counts * 4,
             (shape.local_experts() + 1) * 4,
-            WARPS * counts * 2,
+            WARPS * shape.experts.next_multiple_of(2) * 2,
+            first_rows,
         ]
         .map(|bytes| align_up(bytes, 16));
         let stage_bytes = align_up(shape.row_bytes + shape.scale_bytes(), STAGE_ALIGNMENT);
@@ -96,18 +134,21 @@ impl DispatchGrid {
                 need,
             ));
         }
-        let depth = match stages {
-            24.. => MAX_STAGES,
-            9.. => 3,
-            4.. => 2,
-            _ => 1,
+        let depth = match (wanted.stages, stages) {
+            (1.., _) => wanted.stages.min(MAX_STAGES).min(stages),
+            (0, 24..) => MAX_STAGES,
+            (0, 9..) => 3,
+            (0, 4..) => 2,
+            (0, _) => 1,
         };
-        // The announcer is a warp of its own, and gaps are zeroed by warps without rows.
-        let most_warps = if expanded { WARPS - 2 } else { WARPS };
+        let most_warps =
+            if wanted.row_warps > 0 { wanted.row_warps.min(WARPS - LEAST_WORKERS) } else { MOST_ROW_WARPS };
         let row_warps = (stages / depth).min(most_warps);
-        let (blocks, senders) = Self::roles(shape, limits);
-        if senders * MAX_CHUNK < shape.max_tokens {
-            let need = format!("{senders} sending blocks take at most {} tokens", senders * MAX_CHUNK);
+        let ahead = if wanted.ahead > 0 { wanted.ahead.min(depth) } else { depth.div_ceil(2) };
+        let (blocks, senders) = Self::roles(shape, limits, wanted);
+        let most = senders * most_tokens(shape.placement);
+        if most < shape.max_tokens {
+            let need = format!("{senders} sending blocks take at most {most} tokens");
             return Err(Error::invalid("max_tokens", shape.max_tokens, need));
         }
         let mut at = row_warps * depth * stage_bytes;
@@ -116,19 +157,26 @@ impl DispatchGrid {
             at += bytes;
             offset
         };
-        let [control, base, total, start, warp_counts] = fixed.map(&mut take);
+        let [control, base, total, start, worker_counts, first_rows] = fixed.map(&mut take);
         Ok(Self {
             blocks,
             senders,
             row_warps,
             stages: depth,
             stage_bytes,
-            drawn: if senders > 1 { 6 } else { 0 },
+            ahead,
+            drawn: match (senders, wanted.drawn) {
+                (1, _) => 0,
+                (_, wanted) => wanted.unwrap_or(6).min(8),
+            },
+            own_parts: if wanted.own_in_order { 1 } else { senders },
+            keep_own: !wanted.evict_own,
             control,
             base,
             total,
             start,
-            warp_counts,
+            worker_counts,
+            first_rows,
             shared_bytes: at,
         })
     }
@@ -137,7 +185,15 @@ impl DispatchGrid {
     ///
     /// Plain: twice as many senders as fill the link, since multiprocessors get unequal shares of it, and movers for the own rank's rows, which are one
     /// of R − 1 parts of what is sent. Expanded: local rows are most of the work, and all multiprocessors write them.
-    fn roles(shape: &DispatchShape, limits: Limits) -> (usize, usize) {
+    fn roles(shape: &DispatchShape, limits: Limits, wanted: DispatchRoles) -> (usize, usize) {
+        let (blocks, senders) = Self::usual_roles(shape, limits);
+        let available = limits.blocks.clamp(1, MAX_BLOCKS);
+        let blocks = if wanted.blocks > 0 { wanted.blocks.min(available) } else { blocks };
+        let senders = if wanted.senders > 0 { wanted.senders.min(MAX_SENDERS) } else { senders };
+        (blocks, senders.min(blocks))
+    }
+
+    fn usual_roles(shape: &DispatchShape, limits: Limits) -> (usize, usize) {
         let available = limits.blocks.clamp(1, MAX_BLOCKS);
         let few = available.min(MAX_SENDERS);
         if shape.ranks == 1 {
@@ -152,9 +208,7 @@ impl DispatchGrid {
                 blocks if blocks <= available => (blocks, senders),
                 _ => (few, few),
             },
-            Placement::Expanded if available >= 6 * senders => {
-                (available, (senders * 7 / 4).min(MAX_SENDERS))
-            }
+            Placement::Expanded if available >= 6 * senders => (available, (senders * 2).min(MAX_SENDERS)),
             Placement::Expanded if available >= 8 => {
                 (available, (available / 2).min(senders * 3 / 2).min(MAX_SENDERS))
             }
@@ -172,18 +226,18 @@ pub(super) mod tests {
 
     #[test]
     fn usual_shapes() {
-        let g = DispatchGrid::new(&dispatch(2, 4096, Placement::Plain), HOPPER).unwrap();
+        let g = DispatchGrid::new(&dispatch(2, 4096, Placement::Plain), HOPPER, None).unwrap();
         assert_eq!((g.blocks, g.senders, g.row_warps, g.stages), (32, 16, 7, 4));
         // One of eight ranks keeps a seventh of what it sends; a link of twice the speed takes twice the senders.
-        let g = DispatchGrid::new(&dispatch(8, 4096, Placement::Plain), HOPPER).unwrap();
+        let g = DispatchGrid::new(&dispatch(8, 4096, Placement::Plain), HOPPER, None).unwrap();
         assert_eq!((g.blocks, g.senders), (19, 16));
         let fast = Limits { link: Limits::link_of(10), ..HOPPER };
-        let g = DispatchGrid::new(&dispatch(2, 4096, Placement::Plain), fast).unwrap();
+        let g = DispatchGrid::new(&dispatch(2, 4096, Placement::Plain), fast, None).unwrap();
         assert_eq!((g.blocks, g.senders), (64, 32));
         let mut bf16 = dispatch(2, 4096, Placement::Expanded);
         (bf16.row_bytes, bf16.scale_packs) = (14336, 0);
-        let g = DispatchGrid::new(&bf16, HOPPER).unwrap();
-        assert_eq!((g.blocks, g.senders, g.row_warps, g.stages), (132, 28, 5, 3));
+        let g = DispatchGrid::new(&bf16, HOPPER, None).unwrap();
+        assert_eq!((g.blocks, g.senders, g.row_warps, g.stages), (132, 32, 5, 3));
     }
 
     #[test]
@@ -201,14 +255,14 @@ pub(super) mod tests {
                         let mut s = dispatch(ranks, 512, placement);
                         (s.experts, s.row_bytes, s.scale_packs) = (experts / ranks * ranks, row, packs);
                         let limits = Limits { blocks, ..HOPPER };
-                        let Ok(g) = DispatchGrid::new(&s, limits) else {
+                        let Ok(g) = DispatchGrid::new(&s, limits, None) else {
                             assert!(row + 4 * packs > 100_000, "{s:?}");
                             continue;
                         };
                         assert!(g.shared_bytes <= HOPPER.shared_bytes, "{s:?} {g:?}");
                         assert!(g.blocks <= blocks.min(MAX_BLOCKS) && g.senders <= g.blocks);
                         assert!((1..=MAX_SENDERS).contains(&g.senders) && g.row_warps >= 1);
-                        assert!(g.control.is_multiple_of(16) && g.warp_counts.is_multiple_of(16));
+                        assert!(g.control.is_multiple_of(16) && g.worker_counts.is_multiple_of(16));
                     }
                 }
             }
@@ -219,7 +273,11 @@ pub(super) mod tests {
     fn a_chunk_is_countable() {
         let s = dispatch(2, 1 << 17, Placement::Plain);
         let few = Limits { blocks: 2, ..HOPPER };
-        assert!(DispatchGrid::new(&s, few).unwrap_err().to_string().starts_with("max_tokens"));
-        DispatchGrid::new(&s, HOPPER).unwrap();
+        assert!(DispatchGrid::new(&s, few, None).unwrap_err().to_string().starts_with("max_tokens"));
+        DispatchGrid::new(&s, HOPPER, None).unwrap();
+        let s = dispatch(2, 1 << 17, Placement::Expanded);
+        DispatchGrid::new(&s, HOPPER, None).unwrap();
+        let fewer = Limits { blocks: 24, ..HOPPER };
+        assert!(DispatchGrid::new(&s, fewer, None).unwrap_err().to_string().starts_with("max_tokens"));
     }
 }

@@ -56,6 +56,7 @@ pub(crate) use wait::{Uncaptured, until};
 pub(crate) use self::combine_grid::CombineChoices;
 #[cfg(test)]
 pub(crate) use self::combine_grid::CombineRoles;
+pub(crate) use self::grid::DispatchRoles;
 use self::grid::Limits;
 use self::module::{Kernel, Kernels};
 use crate::error::{Error, Result};
@@ -78,6 +79,8 @@ pub(crate) struct EngineOptions {
     pub(crate) early: bool,
     /// How combines are done, if the formula's choice is not wanted.
     pub(crate) combine: CombineChoices,
+    /// What the blocks and warps of a dispatch in rows do, if the formula's choice is not wanted.
+    pub(crate) dispatch_roles: Option<DispatchRoles>,
     /// NVRTC's library, if it is not to be searched for.
     pub(crate) nvrtc: Option<PathBuf>,
     /// Where compiled kernels are kept.
@@ -96,6 +99,7 @@ impl Default for EngineOptions {
             cooperative: true,
             early: false,
             combine: CombineChoices::default(),
+            dispatch_roles: None,
             nvrtc: None,
             cache,
             #[cfg(test)]
@@ -119,6 +123,7 @@ pub(crate) struct Setting {
     domain: Domain,
     limits: Limits,
     combine: CombineChoices,
+    dispatch_roles: Option<DispatchRoles>,
 }
 
 impl Engine {
@@ -150,7 +155,13 @@ impl Engine {
         let domain = domain(&layout.workspace, rank, heap, status, options.timeout);
         Ok(Self {
             context,
-            setting: Setting { layout, domain, limits, combine: options.combine },
+            setting: Setting {
+                layout,
+                domain,
+                limits,
+                combine: options.combine,
+                dispatch_roles: options.dispatch_roles,
+            },
             manner: Manner { cooperative: options.cooperative, early: options.early },
             kernels,
             barrier,
@@ -328,13 +339,15 @@ fn domain(w: &WorkspaceLayout, rank: usize, heap: &[u64], status: u64, timeout: 
         abort: w.abort as u64,
         epochs: w.epochs as u64,
         tickets: w.tickets as u64,
-        partials: w.partials as u64,
+        counts: w.counts as u64,
         chunks: w.chunks as u64,
         reported: w.reported as u64,
         cells: w.cells as u32,
+        count_cells: w.count_cells as u32,
         arrived_set: w.arrived_set as u32,
         rank: rank as u32,
         ranks: heap.len() as u32,
+        reserved: 0,
     }
 }
 

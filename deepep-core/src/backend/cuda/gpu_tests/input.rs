@@ -1,6 +1,6 @@
 //! What the tests send: a case, and data that depend on its seed, so that nothing of an earlier round can pass for this one's.
 
-use super::super::{CombineChoices, CombineRoles};
+use super::super::{CombineChoices, CombineRoles, DispatchRoles};
 use crate::jit::{Alter, PULL_PARTS};
 use crate::layout::{CombineShape, DispatchShape, IndexWidth, PacketLayout, Placement, ScaleOrder};
 
@@ -60,6 +60,8 @@ pub(super) struct Case {
     pub(super) for_sizes: bool,
     /// Other roles of combine's warps than the formula's.
     pub(super) roles: Option<CombineRoles>,
+    /// The same of a dispatch in rows.
+    pub(super) dispatch_roles: Option<DispatchRoles>,
     /// Kernels with a mistake in them.
     pub(super) alter: Option<Alter>,
 }
@@ -96,6 +98,7 @@ impl Case {
             tickets: true,
             for_sizes: false,
             roles: None,
+            dispatch_roles: None,
             alter: None,
         }
     }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use cuda_vmm::sys::{CUevent, CUresult, CUstream};
 use cuda_vmm::{Context, Cuda, Memory, PeerAccess, PlainMemory};
 
-use super::super::{CombineChoices, Engine, EngineOptions, StatusBlock};
+use super::super::{CombineChoices, DispatchRoles, Engine, EngineOptions, StatusBlock};
 use crate::jit::Alter;
 use crate::layout::{HeapConfig, HeapLayout, Operation, Phase, RecordKind};
 
@@ -150,6 +150,7 @@ impl Group {
         config: &HeapConfig,
         blocks: usize,
         combine: CombineChoices,
+        dispatch_roles: Option<DispatchRoles>,
         alter: Option<Alter>,
     ) -> Outcome<Self> {
         let layout = HeapLayout::new(config)?;
@@ -184,6 +185,7 @@ impl Group {
                 },
                 early,
                 combine,
+                dispatch_roles,
                 alter,
                 ..EngineOptions::default()
             };

@@ -1,7 +1,7 @@
 //! The kernels on GPUs, against the oracle, bit by bit. All ranks live in this process; on a machine without a GPU the tests say so.
 //!
 //! `DEEPEP_TEST_RANKS=1,2,4` chooses the numbers of ranks (more than there are GPUs is fine), `DEEPEP_TEST_COMBINE` the roles of combine's
-//! warps (see `roles`), `DEEPEP_TEST_CASES=part;part` cases by parts of their names, `DEEPEP_TEST_ROUNDS` the
+//! warps (see `roles`), `DEEPEP_TEST_DISPATCH` those of dispatch's blocks and warps, `DEEPEP_TEST_CASES=part;part` cases by parts of their names, `DEEPEP_TEST_ROUNDS` the
 //! rounds of the stress test, `DEEPEP_TEST_TIMEOUT` the deadline in seconds. `times` prints end-to-end times and is run by name:
 //! `--ignored times`.
 
@@ -25,7 +25,7 @@ use self::check::{POISON, Slots};
 use self::input::{Case, Input, Random};
 use self::machine::{Buffer, Group, Machine, Outcome};
 use self::oracle::Received;
-use super::{CombineLaunch, CombinePlan, CombineRoles, DispatchLaunch, DispatchPlan, Engine};
+use super::{CombineLaunch, CombinePlan, CombineRoles, DispatchLaunch, DispatchPlan, DispatchRoles, Engine};
 use crate::backend::Readable;
 use crate::layout::{HeapConfig, HeapLayout, Placement};
 
@@ -54,11 +54,42 @@ fn roles() -> Vec<Option<CombineRoles>> {
     text.split(',').map(parse).collect()
 }
 
+/// `DEEPEP_TEST_DISPATCH=32.16.7.4.2.6,0.24`: blocks, blocks that send, row warps, stages, stages ahead, eighths that are drawn, 1 for own
+/// rows one by one, 1 for copies that the cache gives up first. 0, and what is left out, are the formula's.
+fn dispatch_roles() -> Vec<Option<DispatchRoles>> {
+    let Ok(text) = std::env::var("DEEPEP_TEST_DISPATCH") else { return vec![None] };
+    let parse = |one: &str| {
+        let given: Vec<usize> = one.split('.').filter_map(|n| n.trim().parse().ok()).collect();
+        let number = |i: usize| given.get(i).copied().unwrap_or(0);
+        Some(DispatchRoles {
+            blocks: number(0),
+            senders: number(1),
+            row_warps: number(2),
+            stages: number(3),
+            ahead: number(4),
+            drawn: given.get(5).copied(),
+            own_in_order: number(6) == 1,
+            evict_own: number(7) == 1,
+        })
+    };
+    text.split(',').map(parse).collect()
+}
+
 fn numbers(variable: &str, default: &[usize]) -> Vec<usize> {
     match std::env::var(variable) {
         Ok(text) => text.split(',').filter_map(|n| n.trim().parse().ok()).collect(),
         Err(_) => default.to_vec(),
     }
+}
+
+/// Every choice of one with every choice of the other.
+fn all_roles() -> Vec<(Option<CombineRoles>, Option<DispatchRoles>)> {
+    roles().into_iter().flat_map(|c| dispatch_roles().into_iter().map(move |d| (c, d))).collect()
+}
+
+fn tag_of(combine: Option<CombineRoles>, dispatch: Option<DispatchRoles>) -> String {
+    let combine = combine.map_or(String::new(), |r| format!(" {r:?}"));
+    combine + &dispatch.map_or(String::new(), |r| format!(" {r:?}"))
 }
 
 /// Device memory for what the ranks give and get.
@@ -138,7 +169,8 @@ impl Bench {
             combine_inputs: case.combine_inputs(),
             packets: case.packets,
         };
-        let group = Group::new(machine, &config, case.blocks, case.choices(), case.alter)?;
+        let (combine, dispatch) = (case.choices(), case.dispatch_roles);
+        let group = Group::new(machine, &config, case.blocks, combine, dispatch, case.alter)?;
         if case.for_sizes {
             for rank in &group.ranks {
                 rank.engine.prewarm(&rank.engine.programs_for_sizes(&config)?)?;
@@ -338,11 +370,10 @@ fn every_case_matches_the_oracle() {
     let mut failures = 0;
     for ranks in numbers("DEEPEP_TEST_RANKS", &[1, 2, 3, 4, 8]) {
         let mut all = Vec::new();
-        for roles in roles() {
-            let tag = roles.map_or(String::new(), |r| format!(", {r:?}"));
-            all.extend(
-                cases::all(ranks).into_iter().map(|(name, case)| (name + &tag, Case { roles, ..case })),
-            );
+        for (roles, dispatch_roles) in all_roles() {
+            let tag = tag_of(roles, dispatch_roles);
+            let cases = cases::all(ranks).into_iter();
+            all.extend(cases.map(|(name, case)| (name + &tag, Case { roles, dispatch_roles, ..case })));
         }
         let chosen = std::env::var("DEEPEP_TEST_CASES").unwrap_or_default();
         all.retain(|(name, _)| chosen.split(';').any(|part| name.contains(part)));

@@ -1,6 +1,6 @@
 //! End-to-end times of the operations, for orientation; the real benchmark is the program's.
 //!
-//! `DEEPEP_TEST_TOKENS`, `DEEPEP_TEST_BLOCKS`, `DEEPEP_TEST_RANKS`, `DEEPEP_TEST_COMBINE`, `DEEPEP_TEST_ONLY=combine,pair` choose what is measured;
+//! `DEEPEP_TEST_TOKENS`, `DEEPEP_TEST_BLOCKS`, `DEEPEP_TEST_RANKS`, `DEEPEP_TEST_COMBINE`, `DEEPEP_TEST_DISPATCH`, `DEEPEP_TEST_ONLY=combine,pair` choose what is measured;
 //! `DEEPEP_TEST_PULLED=0,64,2` how many of 64 tokens combine pulls in the plain layout (0: all are sent), `DEEPEP_TEST_PARTS=1,3` in how many parts sums travel in
 //! the expanded one (without it, the formula's), `DEEPEP_TEST_TICKETS=0` that sums and pulled tokens are not drawn by ticket,
 //! `DEEPEP_TEST_PLACEMENT=Plain` or `Expanded` one layout, `DEEPEP_TEST_PACKETS=0` sends small batches as rows, `DEEPEP_TEST_FOR_SIZES=0`
@@ -12,7 +12,7 @@ use cuda_vmm::sys::{CUgraph, CUgraphExec, CUstreamCaptureMode};
 
 use super::input::{Case, Input};
 use super::machine::{Buffer, Outcome, Rank};
-use super::{Bench, machine, numbers, roles};
+use super::{Bench, all_roles, machine, numbers, tag_of};
 use crate::layout::Placement;
 
 const ITERATIONS: usize = 31;
@@ -210,7 +210,7 @@ fn variants(ranks: usize, tokens: usize, placement: Placement, scales: bool) -> 
     let plain = placement == Placement::Plain;
     let tickets = std::env::var("DEEPEP_TEST_TICKETS").map_or(true, |value| value != "0");
     let mut all = Vec::new();
-    for roles in roles() {
+    for (roles, dispatch_roles) in all_roles() {
         for pulled in numbers("DEEPEP_TEST_PULLED", &[0]) {
             for parts in numbers("DEEPEP_TEST_PARTS", &[0]) {
                 if (scales || !plain || ranks == 1) && pulled > 0 || plain && parts > 1 {
@@ -223,13 +223,18 @@ fn variants(ranks: usize, tokens: usize, placement: Placement, scales: bool) -> 
                 if parts > 0 && !plain {
                     how += &format!(", {parts} parts");
                 }
-                if let Some(roles) = roles {
-                    how += &format!(", {roles:?}");
-                }
+                how += &tag_of(roles, dispatch_roles);
                 let parts = (parts > 0).then_some(parts);
                 all.push((
                     how,
-                    Case { roles, pulled, parts, tickets, ..Case::new(ranks, tokens, placement) },
+                    Case {
+                        roles,
+                        dispatch_roles,
+                        pulled,
+                        parts,
+                        tickets,
+                        ..Case::new(ranks, tokens, placement)
+                    },
                 ));
             }
         }

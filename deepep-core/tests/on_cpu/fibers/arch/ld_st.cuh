@@ -69,6 +69,10 @@ inline u32 add_gpu(u32* p, u32 v) {
 inline u32 add_acq_rel_gpu(u32* p, u32 v) { return add_gpu(p, v); }
 inline u32 ld_acquire_cta_shared(const u32* p) { return seen(p); }
 inline void st_release_cta_shared(u32* p, u32 v) { put(p, v); }
+inline void add_release_cta_shared(u32* p, u32 v) {
+    fiber_yield();
+    *p += v;
+}
 inline Vec16 ld_stream(const Vec16* p) { return plain(p); }
 inline u64 ld_stream(const u64* p) { return plain(p); }
 inline u32 ld_stream(const u32* p) { return plain(p); }

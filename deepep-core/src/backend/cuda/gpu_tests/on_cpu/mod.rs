@@ -3,6 +3,7 @@
 //! happen late. So these tests see wrong positions, waits that nobody ends, and shared memory that is used again too early; they don't
 //! see what a weak memory order does.
 
+mod dispatch;
 mod kernels;
 mod packets;
 mod pull;

@@ -14,7 +14,8 @@ use super::kernels::{Kernels, Launch};
 use crate::backend::Readable;
 use crate::jit::Program;
 use crate::layout::{
-    HandleLayout, HeapConfig, HeapLayout, OutputLayout, Placement, RecordKind, StatusRecord, WorkspaceLayout,
+    DispatchShape, HandleLayout, HeapConfig, HeapLayout, OutputLayout, Placement, RecordKind, StatusRecord,
+    WorkspaceLayout,
 };
 
 /// Deadline of a wait, in turns of the runtime.
@@ -110,9 +111,12 @@ pub(super) struct Ranks<'a> {
     layout: HeapLayout,
     heaps: Vec<Memory>,
     statuses: Vec<Memory>,
+    limits: Limits,
     plans: Vec<Plans>,
     /// Of the ranks' calls.
     pub(super) digests: Vec<u32>,
+    /// Number of the next calls for exact counts; 0: nobody asks.
+    pub(super) count_tag: u32,
 }
 
 pub(super) enum Arguments {
@@ -185,35 +189,38 @@ impl<'a> Ranks<'a> {
         };
         let heaps: Vec<Memory> = (0..case.ranks).map(heap).collect();
         let statuses: Vec<Memory> = (0..case.ranks).map(|_| Memory::new(layout.status.bytes, 0)).collect();
-        let bases: Vec<u64> = heaps.iter().map(Memory::address).collect();
-        let plan = |r: usize| -> Outcome<_> {
-            // The runtime's clock counts turns.
-            let turns = std::time::Duration::from_nanos(TURNS);
-            let domain = domain(&layout.workspace, r, &bases, statuses[r].address(), turns);
-            let setting = Setting { layout, domain, limits, combine: cases[r].choices() };
-            let (dispatch, combine) = (cases[r].dispatch_shape(), cases[r].combine_shape());
-            let pull = match cases[r].pulled {
-                0 => None,
-                _ => Some(setting.combine(&combine, &dispatch, true)?),
-            };
-            let push = setting.combine(&combine, &dispatch, false)?;
-            Ok(Plans { dispatch: setting.dispatch(&dispatch)?, push, pull })
-        };
-        let plans = (0..case.ranks).map(plan).collect::<Outcome<_>>()?;
         let (cases, digests) = (cases.to_vec(), vec![55; case.ranks]);
-        Ok(Self { cases, layout, heaps, statuses, plans, digests })
+        let shapes: Vec<DispatchShape> = cases.iter().map(|case| case.dispatch_shape()).collect();
+        let mut ranks =
+            Self { cases, layout, heaps, statuses, limits, plans: Vec::new(), digests, count_tag: 0 };
+        ranks.plan(&shapes)?;
+        Ok(ranks)
     }
 
-    /// The phase and the peer of the records in which all ranks say that they gave up.
-    pub(super) fn gave_up(&self) -> Vec<(u32, u32)> {
-        let record = |status: &Memory| {
-            let at = self.layout.status.record(RecordKind::Abort);
-            // SAFETY: as in `run`.
-            let record: StatusRecord =
-                unsafe { status.bytes().as_ptr().add(at).cast::<StatusRecord>().read() };
-            (record.phase, record.peer)
+    /// Plans for other shapes than those of the cases, of the same sizes.
+    pub(super) fn plan(&mut self, shapes: &[DispatchShape]) -> Outcome {
+        let bases: Vec<u64> = self.heaps.iter().map(Memory::address).collect();
+        let plan = |(r, dispatch): (usize, &DispatchShape)| -> Outcome<_> {
+            // The runtime's clock counts turns.
+            let turns = std::time::Duration::from_nanos(TURNS);
+            let domain = domain(&self.layout.workspace, r, &bases, self.statuses[r].address(), turns);
+            let setting = Setting {
+                layout: self.layout,
+                domain,
+                limits: self.limits,
+                combine: self.cases[r].choices(),
+                dispatch_roles: self.cases[r].dispatch_roles,
+            };
+            let combine = self.cases[r].combine_shape();
+            let pull = match self.cases[r].pulled {
+                0 => None,
+                _ => Some(setting.combine(&combine, dispatch, true)?),
+            };
+            let push = setting.combine(&combine, dispatch, false)?;
+            Ok(Plans { dispatch: setting.dispatch(dispatch)?, push, pull })
         };
-        self.statuses.iter().map(record).collect()
+        self.plans = shapes.iter().enumerate().map(plan).collect::<Outcome<_>>()?;
+        Ok(())
     }
 
     /// The newest record of a kind on a rank.
@@ -221,6 +228,19 @@ impl<'a> Ranks<'a> {
         let at = self.layout.status.record(kind);
         // SAFETY: as in `run`.
         unsafe { self.statuses[r].bytes().as_ptr().add(at).cast::<StatusRecord>().read() }
+    }
+
+    /// A cell of a rank's exact counts, if it is of the call with this number.
+    pub(super) fn count(&self, r: usize, cell: usize, tag: u32) -> Option<u32> {
+        let at = self.layout.status.counts + 8 * cell;
+        let word = u64::from_le_bytes(self.statuses[r].bytes()[at..at + 8].try_into().ok()?);
+        ((word >> 32) as u32 == tag).then_some(word as u32)
+    }
+
+    /// The phase and the peer of the records in which all ranks say that they gave up.
+    pub(super) fn gave_up(&self) -> Vec<(u32, u32)> {
+        let record = |r| self.record(r, RecordKind::Abort);
+        (0..self.statuses.len()).map(record).map(|record| (record.phase, record.peer)).collect()
     }
 
     /// Kernels that are made for the sizes of rank r's calls.
@@ -251,6 +271,7 @@ impl<'a> Ranks<'a> {
             handle_slot: handle,
             zero_padding: case.zero_padding,
             digest: self.digests[r] + 22 + u32::from(cached),
+            count_tag: if cached { 0 } else { self.count_tag },
             ..DispatchLaunch::default()
         };
         let numbers = &self.plans[r].dispatch;

@@ -131,7 +131,8 @@ impl CombineInput {
     /// The same rows to be written, by the experts.
     ///
     /// # Errors
-    /// [`Broken`](Error::Broken) if an operation of the buffer has failed: other ranks may still be reading.
+    /// [`Broken`](Error::Broken) if a call of the buffer has said that an operation failed: other ranks may still be reading. (An event alone that says so
+    /// does not count. Whoever writes then changes nothing that a peer takes for good: it has heard of the failure, too.)
     pub fn x_mut(&mut self) -> Result<TensorMut<'_>> {
         self.writable()?;
         let (at, home) = (self.at(self.layout().rows), self.home());

@@ -21,10 +21,11 @@ pub enum Reduction {
 /// How the rows of a plain combine get to the tokens' ranks. Equal on all ranks in each call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Transfer {
-    /// [`Pull`](Self::Pull) where it is possible, else [`Push`](Self::Push).
-    #[default]
+    /// [`Pull`](Self::Pull) where it is possible, else [`Push`](Self::Push). What is possible depends on where a rank's tensors lie: for callers
+    /// whose ranks all give the same kind of memory in each call.
     Auto,
     /// The experts' rank sends rows into a receive area of the token's rank. They may lie in any memory.
+    #[default]
     Push,
     /// The token's rank reads them where they are: they, and weights that go back, lie in the heap, in a
     /// [`CombineInput`](crate::CombineInput) or in the result of a dispatch. Nothing is stored on the way, and few multiprocessors fill the link.

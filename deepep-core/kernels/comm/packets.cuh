@@ -111,7 +111,7 @@ struct Packets {
     template <u32 N>
     DEVICE void load(const Vec16* from, u32 groups, u32 g, Vec16 (&p)[N]) const {
 #pragma unroll
-        for (u32 k = 0; k < N; k++) p[k] = arch::ld_packet(from + k * groups + g);
+        for (u32 k = 0; k < N; k++) p[k] = load(from + k * groups + g);
     }
     template <u32 N>
     DEVICE bool there(const Vec16 (&p)[N]) const {

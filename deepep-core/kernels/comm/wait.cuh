@@ -1,7 +1,7 @@
 // Bounded waits, and what happens when one gives up.
 //
 // A wait polls until it is satisfied, until the deadline, or until this rank's abort cell says that some rank gave up. The first thread
-// of a rank to fail writes the abort record into the status block; one that hit the deadline itself also tells all ranks.
+// of a rank to fail writes the abort record into the status block and tells all ranks, as does one that hit the deadline itself.
 // Nothing traps: callers see `false`, stop starting work, let local copies end, and leave the kernel.
 #pragma once
 #include "arch/fence.cuh"
@@ -31,17 +31,15 @@ DEVICE void write_record(const Domain& d, u32 kind, const StatusRecord& r) {
 // Whether some rank gave up.
 DEVICE bool aborted(const Domain& d) { return arch::ld_relaxed_sys(cell64(d, d.rank, d.abort)) != 0; }
 
-// Reports a failed wait. `mine`: this thread hit the deadline; otherwise the abort cell was set by another.
+// Reports a failed wait. `mine`: this thread hit the deadline; otherwise the abort cell was set by another. Whoever was first, each rank has told all
+// others before its kernel ends: what it does afterwards with memory that they may still read, they hear of in time.
 __device__ __noinline__ void give_up(const Domain& d, Place at, bool mine, u64 expected, u64 seen, u64 waited) {
     u64* own = cell64(d, d.rank, d.abort);
     u64 word = 1ull << 63 | (u64)(at.operation & 0x7f) << 56 | (u64)(at.phase & 0xff) << 48 | (u64)d.rank << 40 |
                (u64)(at.peer & 0xff) << 32 | at.epoch;
     if (mine) {
         const u64 before = arch::cas_sys(own, 0, word);
-        if (before == 0) {
-            for (u32 r = 0; r < d.ranks; r++)
-                if (r != d.rank) arch::st_relaxed_sys(cell64(d, r, d.abort), word);
-        } else {
+        if (before != 0) {
             word = before;
             mine = false;
         }
@@ -49,7 +47,15 @@ __device__ __noinline__ void give_up(const Domain& d, Place at, bool mine, u64 e
         word = arch::ld_relaxed_sys(own);
     }
     u32* reported = cell32(d, d.rank, d.reported) + RECORD_ABORT;
-    if (arch::cas_gpu(reported, 0, 1) != 0) return;
+    const bool first = arch::cas_gpu(reported, 0, 1) == 0;
+    if (mine || first) {
+        for (u32 r = 0; r < d.ranks; r++) {
+            u64* other = cell64(d, r, d.abort);
+            if (r != d.rank && (mine || arch::ld_relaxed_sys(other) == 0)) arch::st_relaxed_sys(other, word);
+        }
+        arch::fence_sys();
+    }
+    if (!first) return;
     StatusRecord r = {};
     r.sequence = at.epoch ? at.epoch : 1;
     r.operation = (u32)(word >> 56) & 0x7f;

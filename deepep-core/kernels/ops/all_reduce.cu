@@ -138,7 +138,7 @@ DEVICE void two_shot(const CollectiveParams& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_all_reduce(const __grid_constant__ CollectiveParams p) {
-    arch::launch_dependents();
+    if (p.domain.early) arch::launch_dependents();
     arch::wait_for_predecessor();
     if constexpr (CELLS) by_cells(p);
     else if constexpr (TWO_SHOT) two_shot(p);

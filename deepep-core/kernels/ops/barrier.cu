@@ -9,7 +9,7 @@
 
 extern "C" __global__ void __launch_bounds__(32, 1) deepep_barrier(const __grid_constant__ BarrierParams p) {
     const Domain& d = p.domain;
-    arch::launch_dependents();
+    if (p.domain.early) arch::launch_dependents();
     arch::wait_for_predecessor();
     const u32 r = threadIdx.x;
     const u32 epoch = *epoch_counter(d, OPERATION_BARRIER, 0) + 1;

@@ -16,7 +16,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __grid_constant__ CombineParams p) {
     extern __shared__ __align__(128) u8 shared[];
     Block b(p, shared);
-    arch::launch_dependents();
+    if (p.domain.early) arch::launch_dependents();
     arch::wait_for_predecessor();
 
     b.epoch = *epoch_counter(b.d, OPERATION_COMBINE, blockIdx.x) + 1;

@@ -144,7 +144,7 @@ DEVICE bool run_sender(const Block& b, Ring& ring, const TokenLanes& lanes, cons
 extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const __grid_constant__ DispatchParams p) {
     extern __shared__ __align__(128) u8 shared[];
     Block b(p, shared);
-    arch::launch_dependents();
+    if (p.domain.early) arch::launch_dependents();
     arch::wait_for_predecessor();
 
     // Ids and first rows come while the epoch does.

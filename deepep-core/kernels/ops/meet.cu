@@ -4,7 +4,7 @@
 #include "comm/call.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_meet(const __grid_constant__ CollectiveParams p) {
-    arch::launch_dependents();
+    if (p.domain.early) arch::launch_dependents();
     arch::wait_for_predecessor();
     const Call call(p, OPERATION_ALL_GATHER);
     const bool dead = __any_sync(0xffffffffu, threadIdx.x == 0 && broken(p.domain, OPERATION_ALL_GATHER, call.number));

@@ -10,7 +10,7 @@
 
 extern "C" __global__ void __launch_bounds__(32, 1) deepep_multimem_barrier(const __grid_constant__ MultimemBarrierParams p) {
     const Domain& d = p.domain;
-    arch::launch_dependents();
+    if (p.domain.early) arch::launch_dependents();
     arch::wait_for_predecessor();
     u32* const count = cell32(d, d.rank, p.count);
     const u32 epoch = *count + 1;

@@ -9,7 +9,7 @@
 
 // At most half of the registers of a multiprocessor: the next kernel starts early beside this one.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) deepep_packet_combine(const __grid_constant__ PacketCombineParams q) {
-    arch::launch_dependents();
+    if (q.call.domain.early) arch::launch_dependents();
     arch::wait_for_predecessor();
     Back b(q);
     const bool sends = b.warp < SENDERS;

@@ -14,7 +14,7 @@
 constexpr u32 BESIDE = FIXED || RANKS <= 2 ? 2 : 1;
 extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_dispatch(const __grid_constant__ PacketDispatchParams q) {
     extern __shared__ __align__(128) u8 shared[];
-    arch::launch_dependents();
+    if (q.call.domain.early) arch::launch_dependents();
     arch::wait_for_predecessor();
     Block b(q, shared);
     const bool clerk = b.clerk();
@@ -31,7 +31,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
             permission.ask(b.begun());
             __syncthreads();
             b.packets.open(first.epoch());
-            ok = !first.broken();
+            // The same for the whole warp: a peer may write the word at any time.
+            ok = !warp::any(first.broken());
             if (!ok && b.lane == 0) give_up(b.d, {OPERATION_DISPATCH, 0, b.packets.epoch, b.me, 0}, false, 0, 0, 0);
             const bool head = clerk && b.warp == WARPS - 1;
             if (ok && clerk && b.warp == WARPS - 2) b.begun().tell(b.lane);

@@ -81,7 +81,7 @@ DEVICE void by_stages(const CollectiveParams& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_reduce_scatter(const __grid_constant__ CollectiveParams p) {
-    arch::launch_dependents();
+    if (p.domain.early) arch::launch_dependents();
     arch::wait_for_predecessor();
     if constexpr (CELLS) by_cells(p);
     else by_stages(p);

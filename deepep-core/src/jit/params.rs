@@ -35,7 +35,8 @@ device_struct! {
         rank: u32,
         /// Ranks of the domain; kernels are compiled for it, too.
         ranks: u32,
-        reserved: u32,
+        /// Whether the kernel behind one in its stream may start as soon as all of this one's blocks have.
+        early: u32,
     }
 }
 

@@ -37,7 +37,7 @@ impl<'a> CombineArgs<'a> {
             weights: None,
             biases: Vec::new(),
             reduction: Reduction::AtExperts,
-            transfer: Transfer::Auto,
+            transfer: Transfer::default(),
             order: Order::default(),
         }
     }

@@ -64,9 +64,13 @@ DEVICE void let_go(const Block& b) {
     if (b.control.lost) return;
     u32 last = 0;
     if (b.lane == 0) last = arch::add_acq_rel_gpu(b.ticket(TICKET_READ), 1) == gridDim.x - 1;
-    if (warp::get(last, 0) && b.lane < RANKS && b.lane != b.me) arch::st_release_sys(b.read_cell(b.lane, b.me), b.epoch);
+    const bool tells = warp::get(last, 0) != 0;
+    // Orders the lanes behind the first one's acquire; exchanged registers do not.
+    warp::sync();
+    if (tells && b.lane < RANKS && b.lane != b.me) arch::st_release_sys(b.read_cell(b.lane, b.me), b.epoch);
     if (blockIdx.x == 0 && b.lane < RANKS && b.lane != b.me)
         wait_equal(b.d, b.place(PHASE_READING, b.lane, 0), b.read_cell(b.me, b.lane));
+    warp::sync();
     // A rank that gave up has not waited, and its x may have changed under this block's loads: its word was here before that.
     if (b.lane == 0) broken(b.d, OPERATION_COMBINE, b.epoch);
 }

@@ -97,7 +97,12 @@ impl CombineRoles {
             Placement::Expanded if shape.sums() => 5,
             Placement::Expanded => WARPS - 1 - row_warps,
         };
-        let pieces = if shape.sums() { 7 } else { 8 };
+        // Plain layout: batches of a row from every rank.
+        let pieces = match shape.placement {
+            Placement::Plain => 2,
+            Placement::Expanded if shape.sums() => 7,
+            Placement::Expanded => 8,
+        };
         Self { row_warps, stages, reducers, pieces, sender_pieces: 12 }
     }
 

@@ -152,7 +152,8 @@ impl Engine {
         let supply = supply.altered(options.alter);
         let kernels = Kernels::new(context.clone(), arch, limits.shared_bytes, supply);
         let barrier = kernels.get(Program::Barrier { ranks: layout.ranks })?;
-        let domain = domain(&layout.workspace, rank, heap, status, options.timeout);
+        let mut domain = domain(&layout.workspace, rank, heap, status, options.timeout);
+        domain.early = u32::from(options.early);
         Ok(Self {
             context,
             setting: Setting {
@@ -347,7 +348,7 @@ fn domain(w: &WorkspaceLayout, rank: usize, heap: &[u64], status: u64, timeout: 
         arrived_set: w.arrived_set as u32,
         rank: rank as u32,
         ranks: heap.len() as u32,
-        reserved: 0,
+        early: 0,
     }
 }
 

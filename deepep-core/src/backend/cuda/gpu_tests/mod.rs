@@ -203,11 +203,7 @@ impl Bench {
             t.scales.write(&input.scale_bytes(&self.case))?;
             t.experts.write(&input.expert_bytes(self.case.index))?;
             t.weights.write(&input::bytes_of(&input.weights, f32::to_le_bytes))?;
-            let rows = input::bytes_of(&round.rows[r], u16::to_le_bytes);
-            match self.case.pulled {
-                0 => t.rows.write(&rows)?,
-                _ => self.group.ranks[r].heap.write_at(self.layout().inputs.at(set), &rows)?,
-            }
+            t.rows.write(&input::bytes_of(&round.rows[r], u16::to_le_bytes))?;
             for (buffer, values) in t.biases.iter().zip(&round.biases[r]) {
                 buffer.write(&input::bytes_of(values, u16::to_le_bytes))?;
             }
@@ -248,6 +244,21 @@ impl Bench {
         // SAFETY: the plan is this engine's, whose context is current; the tensors have the case's sizes and outlive the round, which waits; slots exist; the stream
         // is the rank's own.
         unsafe { rank.engine.dispatch(&self.dispatch[r], &call, rank.stream) }?;
+        Ok(())
+    }
+
+    /// Puts rows that are pulled where peers read them, in stream order: what comes before the combine, as experts' work does. Until then the poison is there.
+    fn give_rows(&self, r: usize, set: usize) -> Outcome {
+        let (to, bytes) = self.rows(r, set);
+        let from = self.tensors[set][r].rows.address();
+        if to == from || bytes == 0 {
+            return Ok(());
+        }
+        let rank = &self.group.ranks[r];
+        let bound = rank.context.bind()?;
+        // SAFETY: both ranges have these bytes and outlive the round, which waits; the stream is the rank's own.
+        unsafe { rank.context.device().cuda().driver().cuMemcpyDtoDAsync(to, from, bytes, rank.stream) }?;
+        drop(bound);
         Ok(())
     }
 
@@ -347,6 +358,7 @@ impl Bench {
         }
         // Once a rank's combine has ended, its rows may be overwritten.
         let combine = |r, set, output, handle| {
+            self.give_rows(r, set)?;
             self.launch_combine(r, set, output, handle)?;
             let (address, bytes) = self.rows(r, set);
             self.group.ranks[r].overwrite(address, bytes)

@@ -260,6 +260,7 @@ fn times_of(machine: &super::Machine, case: &Case, only: &str) -> Outcome<String
     let inputs = (0..case.ranks).map(|r| Input::new(case, r, 1)).collect();
     let round = bench.prepare(inputs, 1);
     bench.upload(0, &round)?;
+    bench.each(true, |r| bench.give_rows(r, 0))?;
     bench.each(true, |r| bench.launch_dispatch(r, 0, 0, 0, false))?;
     for (name, operation) in wanted {
         let [single, chained, graph] = bench.time(operation)?;

@@ -49,6 +49,7 @@ check() {
     lines+=("$verdict  $name, $((SECONDS - begin)) s${counts:+: $counts}")
     echo "${lines[-1]}"
     # What explains a failure, and what a measurement prints.
+    [[ $group == times && $verdict == ok ]] && grep -a "µs\|: dispatch\|: combine\|: pair\|^T " "$log" | cut -c1-220
     if [[ $verdict != ok ]]; then grep -aE "panicked|FAILED|^error|Error|left:|right:|rank [0-9]|WRONG|skipped" "$log" | cut -c1-300 | head -12; fi
 }
 
@@ -97,6 +98,7 @@ tests graphs 40 test/gpu_buffers
 tests bad-input 40 test/bad_input gpu
 tests results 40 test/results gpu
 tests foreign 30 test/foreign_views gpu
+tests inputs 40 test/combine_input gpu
 tests ops 120 DEEPEP_TEST_ROUNDS=160 test/ops gpu
 tests faults 90 test/faults gpu
 group=rounds
@@ -123,8 +125,9 @@ check bench 150 "BENCH_MAX=${BENCH_MAX:-1073741824}" "NCCL_GIN_LIBRARY=${nccls[-
 group=times
 times() { check "$1" 90 "${@:2}" $core times::times --ignored --nocapture --test-threads=1; }
 times small DEEPEP_TEST_TOKENS=1,32,128 DEEPEP_TEST_BLOCKS=0
-times large DEEPEP_TEST_TOKENS=4096 DEEPEP_TEST_BLOCKS=0,32,16
-times larger DEEPEP_TEST_TOKENS=8192 DEEPEP_TEST_BLOCKS=0
+times large DEEPEP_TEST_TOKENS=4096,8192 DEEPEP_TEST_BLOCKS=0,16 DEEPEP_TEST_ONLY=dispatch,cached,combine
+times pulled DEEPEP_TEST_TOKENS=4096,8192 DEEPEP_TEST_BLOCKS=0,16 DEEPEP_TEST_ONLY=combine DEEPEP_TEST_PLACEMENT=Plain DEEPEP_TEST_PULLED=64
+times early DEEPEP_TEST_TOKENS=1,32,128 DEEPEP_TEST_BLOCKS=0 DEEPEP_TEST_ONLY=pair DEEPEP_TEST_PLACEMENT=Expanded DEEPEP_TEST_EARLY=1
 check vmm 60 bench/vmm --bench
 check overhead 60 bench/vmm_overhead --bench
 check nccl 60 "NCCL_GIN_LIBRARY=${nccls[-1]}" bench/nccl --bench

@@ -13,7 +13,7 @@ struct Check {
 
 const CHECKS: &[Check] = &[
     Check { tests: &["gpu_buffers"], filters: &[] },
-    Check { tests: &["results", "foreign_views", "bad_input", "faults"], filters: &["gpu"] },
+    Check { tests: &["results", "foreign_views", "combine_input", "bad_input", "faults"], filters: &["gpu"] },
     Check {
         tests: &["ops"],
         filters: &["random_rounds::gpu", "ranks_are_processes::gpu", "gaps_are_zeroed_over_old_rows::gpu"],

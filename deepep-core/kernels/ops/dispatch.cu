@@ -51,7 +51,7 @@ DEVICE void report_plain(const Block& b, u32 over) {
     if (b.warp != WATCHER || !wait_warps(b, PHASE_TOTALS, &b.control.summed, b.workers() - 1)) return;
     scan_experts(b, b.me);
     warp::sync();
-    tell_counts(b, over, b.lane, 32);
+    tell_counts<TO_DEVICE | TO_HOST>(b, over, b.lane, 32);
 }
 
 // By the closer: says in the block's cell that all workers have done their part.
@@ -66,13 +66,17 @@ DEVICE void work(const Block& b, const TokenLanes& lanes, const Share& share, It
     if (b.cached()) {
         write_outputs(b, lanes, share, items);
     } else {
-        if (EXPANDED && blockIdx.x == 0) tell_counts(b, over, threadIdx.x - 32 * b.p.row_warps, 32 * b.workers());
-        if (!EXPANDED) publish_experts(b);
+        const bool tells = EXPANDED && blockIdx.x == 0;
+        const u32 thread = threadIdx.x - 32 * b.p.row_warps, threads = 32 * b.workers();
+        // Movers read the prefix sums.
+        if (tells) tell_counts<TO_DEVICE>(b, over, thread, threads);
         i32 rows[AHEAD];
         write_tables(b, lanes, share, items, over, rows);
-        // Before anything is on its way to other ranks: the release would wait for it.
+        // Before anything else is on its way to other ranks or to the host: the release would wait for it.
         count_warp(b, &b.control.tables);
         if (b.warp == CLOSER && !publish_tables(b, &b.control.tables, false, over)) return;
+        if (!EXPANDED) publish_experts(b);
+        if (tells) tell_counts<TO_HOST>(b, over, thread, threads);
         if (over == RANKS) tell_tables(b, lanes, share, items, rows);
     }
     count_warp(b, &b.control.told);

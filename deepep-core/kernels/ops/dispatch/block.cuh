@@ -19,8 +19,7 @@ struct Control {
     u64 output[MAX_RANKS];  // this call's output slot of each rank
     u64 handle[MAX_RANKS];  // and handle slot
     u32 senders[MAX_RANKS];
-    i32 tokens[MAX_RANKS];  // what each rank is about to receive
-    i32 rows[MAX_RANKS];
+    i32 rows[MAX_RANKS];    // what each rank is about to receive
     u32 from[MAX_RANKS];    // what this rank is about to receive from each rank (block 0)
     u32 to_rank[WARPS][MAX_RANKS];  // tokens for each rank that a worker counted; then those of the workers before it
     u32 tables;             // workers that have written this rank's tables

@@ -1,6 +1,6 @@
 // Phase 2: counts of all blocks of all ranks, and from them every position; places of this call.
 //
-// Who writes: block c of rank s its counts into `counts[parity][s][c]` of every rank, block 0 (or the last block) of rank s its place into `totals[parity][s]`.
+// Who writes: block c of rank s its counts into `counts[parity][s][c]` of every rank, the last block of rank s its place into `totals[parity][s]`.
 // Who waits: every sending block, for all of them. Why nothing is overwritten early: docs/protocol.md, section 2.
 #pragma once
 #include "ops/dispatch/count.cuh"
@@ -59,6 +59,8 @@ DEVICE u32 sum_lanes(u32 v, u32 lane, u32 most) {
 // lanes share a column of four experts.
 struct Gather {
     static constexpr u32 ROWS = 64, SHARING = 8, COLUMNS = 32 / SHARING;
+    // All rows that a lane looks at are of one rank.
+    static constexpr bool ONE_RANK = SHARING % RANKS == 0;
 
     const Block& b;
     const u32 first, rows;
@@ -71,11 +73,14 @@ struct Gather {
     // Offset of a cell of a row in this rank's counts.
     DEVICE u32 offset(u32 row, u32 cell) const { return (rank(row) * MAX_SENDERS + block(row)) * b.d.count_cells + cell; }
     DEVICE u32 last(u32 row) const { return row < rows ? row : rows - 1; }
-    // No such block: the rank's place says so.
-    DEVICE bool absent(u32 row) const {
-        const u64 place = arch::ld_relaxed_sys(b.totals(b.me, rank(row)) + CELL_PLACE);
-        return cell_epoch(place) == b.epoch && block(row) >= (u32)place >> 20;
+    DEVICE u64 place_of(u32 r) const { return arch::ld_relaxed_sys(b.totals(b.me, r) + CELL_PLACE); }
+    // Rows of a rank from this one on are of blocks that it does not have, if this is its place. No row, if its place has not come.
+    DEVICE u32 absent_from(u64 place) const {
+        const u32 senders = (u32)place >> 20;
+        return cell_epoch(place) != b.epoch ? ~0u : senders > first ? (senders - first) * RANKS : 0;
     }
+    // In a run behind the first one, whose barrier has published what the places say.
+    DEVICE bool known_absent(u32 row) const { return first > 0 && block(row) >= b.control.senders[rank(row)]; }
     // `column`: of this lane, counted in fours of experts. `ranks`: this warp sums a rank's cells, too; `awaits`: and awaits the places.
     DEVICE bool run(u32 column, bool ranks, bool awaits, Places& places) const {
         constexpr u32 N = EXPANDED ? ROWS / SHARING : 1;
@@ -89,13 +94,13 @@ struct Gather {
             const u32 rank_row = row0 + b.lane, row = row0 + row_in_eight;
             u64 n[2], v[N][2];
             // Bits: cells that are not waited for and count nothing. Those that there are not, and what a rank's place says later that there is not.
-            u32 turn = 0, none = 0, missing = 0;
+            u32 none = 0, missing = 0, turn = 0;
 #pragma unroll
             for (u32 j = 0; j < 2; j++)
-                if (!ranks || rank_row + 32 * j >= rows) none |= 1u << j;
+                if (!ranks || rank_row + 32 * j >= rows || known_absent(rank_row + 32 * j)) none |= 1u << j;
 #pragma unroll
             for (u32 j = 0; j < N; j++)
-                if (!experts || row + SHARING * j >= rows) none |= 4u << j;
+                if (!experts || row + SHARING * j >= rows || known_absent(row + SHARING * j)) none |= 4u << j;
             const bool ok = wait_for_all(b.d, b.place(PHASE_TOTALS, b.me, 0), b.epoch, [&](Place& at, u64& seen) {
                 // Rows and columns that there are not name the last or first one: loads without a condition are all under way together.
                 n[0] = n[1] = 0;
@@ -108,6 +113,9 @@ struct Gather {
                     v[j][0] = v[j][1] = 0;
                     if (EXPANDED) arch::ld_relaxed_sys(cells + offset(last(row + SHARING * j), pair), v[j][0], v[j][1]);
                 }
+                // Under way with them, what says which blocks there are not. Where a lane looks at several ranks, this would take too many registers: there, one
+                // missing cell is asked for now and then.
+                const u64 place = ONE_RANK ? place_of(rank(row_in_eight)) : 0;
                 const bool placed = !awaits || places.poll(b, at, seen);
                 missing = 0;
 #pragma unroll
@@ -117,11 +125,27 @@ struct Gather {
                 for (u32 j = 0; j < N; j++)
                     if (cell_epoch(v[j][0]) != b.epoch || (two && cell_epoch(v[j][1]) != b.epoch)) missing |= 4u << j;
                 missing &= ~none;
+                const u32 absent = absent_from(place);
+                if (ONE_RANK && absent < rows && missing != 0) {
+#pragma unroll
+                    for (u32 j = 0; j < 2; j++)
+                        if (rank_row + 32 * j >= absent) none |= 1u << j;
+#pragma unroll
+                    for (u32 j = 0; j < N; j++)
+                        if (row + SHARING * j >= absent) none |= 4u << j;
+                    missing &= ~none;
+                }
                 if (missing == 0) return placed;
                 const u32 first_bit = __ffs(missing) - 1, i = first_bit < 2 ? rank_row + 32 * first_bit : row + SHARING * (first_bit - 2);
                 at = b.place(rank(i) == b.me ? PHASE_PARTIALS : PHASE_TOTALS, rank(i), block(i));
-                seen = cell_epoch(arch::ld_relaxed_sys(cells + offset(i, first_bit < 2 ? b.warp : pair)));
-                if (++turn % 16 == 0 && absent(i)) none |= 1u << first_bit;
+                // From registers: another load would lengthen every poll.
+#pragma unroll
+                for (u32 j = 0; j < 2; j++)
+                    if (first_bit == j) seen = cell_epoch(n[j]);
+#pragma unroll
+                for (u32 j = 0; j < N; j++)
+                    if (first_bit == 2 + j) seen = cell_epoch(cell_epoch(v[j][0]) != b.epoch ? v[j][0] : v[j][1]);
+                if (!ONE_RANK && ++turn % 4 == 0 && i >= absent_from(place_of(rank(i)))) none |= 1u << first_bit;
                 return false;
             });
             if (!warp::all(ok)) return false;
@@ -256,12 +280,13 @@ DEVICE u32 over_capacity(const Block& b) {
     return over;
 }
 
-// By threads of block 0, see report.cuh.
+// By threads of block 0, see report.cuh. `TO`: whom.
+template <u32 TO>
 DEVICE void tell_counts(const Block& b, u32 over, u32 thread, u32 threads) {
     const u32 local = b.p.local_experts, r = over == RANKS ? b.me : over;
     const i32 tokens = b.total()[b.p.experts + r];
     const Received received = {over, tokens, EXPANDED ? b.control.rows[r] : tokens};
-    write_counts(
+    write_counts<TO>(
         b.p, (u64)b.mine<u8>(0), b.epoch, received, b.start(), [&](u32 j) { return b.total()[b.me * local + j]; },
         [&](u32 s) {
             u32 sum = 0;

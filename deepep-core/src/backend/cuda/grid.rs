@@ -148,7 +148,10 @@ impl DispatchGrid {
         let (blocks, senders) = Self::roles(shape, limits, wanted);
         let most = senders * most_tokens(shape.placement);
         if most < shape.max_tokens {
-            let need = format!("{senders} sending blocks take at most {most} tokens");
+            let need = format!(
+                "this device gives the rank {blocks} blocks, of which {senders} may send, {} tokens each in this layout: at most {most} tokens",
+                most_tokens(shape.placement)
+            );
             return Err(Error::invalid("max_tokens", shape.max_tokens, need));
         }
         let mut at = row_warps * depth * stage_bytes;
@@ -181,7 +184,7 @@ impl DispatchGrid {
         })
     }
 
-    /// Blocks, and how many of them send.
+    /// Blocks, and how many of them send: as many as the tokens need, where there are blocks.
     ///
     /// Plain: twice as many senders as fill the link, since multiprocessors get unequal shares of it, and movers for the own rank's rows, which are one
     /// of R − 1 parts of what is sent. Expanded: local rows are most of the work, and all multiprocessors write them.
@@ -190,7 +193,8 @@ impl DispatchGrid {
         let available = limits.blocks.clamp(1, MAX_BLOCKS);
         let blocks = if wanted.blocks > 0 { wanted.blocks.min(available) } else { blocks };
         let senders = if wanted.senders > 0 { wanted.senders.min(MAX_SENDERS) } else { senders };
-        (blocks, senders.min(blocks))
+        let needed = shape.max_tokens.div_ceil(most_tokens(shape.placement));
+        (blocks, senders.max(needed).min(MAX_SENDERS).min(blocks))
     }
 
     fn usual_roles(shape: &DispatchShape, limits: Limits) -> (usize, usize) {
@@ -220,6 +224,7 @@ impl DispatchGrid {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
+    use crate::layout::MAX_TOKENS;
     use crate::layout::test_shapes::dispatch;
 
     pub(in super::super) const HOPPER: Limits = Limits { blocks: 132, shared_bytes: 232_448, link: 367 };
@@ -277,7 +282,37 @@ pub(super) mod tests {
         DispatchGrid::new(&s, HOPPER, None).unwrap();
         let s = dispatch(2, 1 << 17, Placement::Expanded);
         DispatchGrid::new(&s, HOPPER, None).unwrap();
+        // Twelve blocks would do for the link.
         let fewer = Limits { blocks: 24, ..HOPPER };
-        assert!(DispatchGrid::new(&s, fewer, None).unwrap_err().to_string().starts_with("max_tokens"));
+        assert_eq!(DispatchGrid::new(&s, fewer, None).unwrap().senders, 17);
+        let wanted = Some(DispatchRoles { senders: 3, ..DispatchRoles::default() });
+        assert_eq!(DispatchGrid::new(&s, HOPPER, wanted).unwrap().senders, 17);
+    }
+
+    #[test]
+    fn ranks_that_share_a_device_take_as_many_tokens_as_their_blocks_count() {
+        const EACH: usize = 8191;
+        for (sharing, blocks) in [(1, 132), (2, 60), (7, 17), (8, 15)] {
+            let limits = Limits { blocks, ..HOPPER };
+            let most = (blocks * EACH).min(MAX_TOKENS);
+            for tokens in [1, EACH, EACH + 1, 8 * EACH + 1, 65536, most] {
+                let s = dispatch(sharing, tokens, Placement::Expanded);
+                let g = DispatchGrid::new(&s, limits, None).unwrap();
+                assert!(tokens.div_ceil(g.senders) <= EACH, "{sharing} ranks, {tokens} tokens: {g:?}");
+                assert!(g.senders <= g.blocks && g.blocks <= blocks, "{g:?}");
+            }
+            for tokens in [65536, MAX_TOKENS] {
+                DispatchGrid::new(&dispatch(sharing, tokens, Placement::Plain), limits, None).unwrap();
+            }
+            if most < MAX_TOKENS {
+                let s = dispatch(sharing, most + 1, Placement::Expanded);
+                let error = DispatchGrid::new(&s, limits, None).unwrap_err().to_string();
+                assert!(
+                    error.starts_with("max_tokens") && error.contains("at most 122865 tokens"),
+                    "{error}"
+                );
+                assert!(error.contains("15 blocks"), "{error}");
+            }
+        }
     }
 }

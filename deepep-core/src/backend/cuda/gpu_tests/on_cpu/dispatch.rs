@@ -9,6 +9,7 @@ use super::super::machine::Outcome;
 use super::kernels::{Kernels, compiler};
 use super::programs;
 use super::ranks::{Call, Ranks, Tensors};
+use crate::jit::Program;
 use crate::layout::{CountsLayout, HandleLayout, OutputLayout, Phase, Placement, RecordKind};
 
 const LIMITS: Limits = Limits { blocks: 4, shared_bytes: 232_448, link: 48 };
@@ -90,6 +91,72 @@ fn ranks_with_other_grids_agree_on_cpus() {
                     .unwrap_or_else(|e| panic!("{placement:?}, {grids:?}, seed {seed}: {e}"));
             }
         }
+    }
+}
+
+/// A fresh dispatch and a cached one of each rank, against the oracle.
+fn dispatch_twice(cases: &[&Case], placement: Placement, seed: u64) {
+    let programs = programs(cases.len(), placement);
+    let programs: Vec<_> = programs.into_iter().filter(|p| matches!(p, Program::Dispatch { .. })).collect();
+    let kernels = Kernels::build(&programs, &|_, text| text).unwrap_or_else(|e| panic!("{e}"));
+    let mut ranks = Ranks::of(cases, Limits { blocks: 64, ..LIMITS }, 0).unwrap();
+    ranks.count_tag = 3;
+    let round = round_of(cases[0], seed);
+    let tensors: Vec<Tensors> =
+        cases.iter().enumerate().map(|(r, case)| Tensors::new(case, &round, r)).collect();
+    let calls: Vec<Vec<Call>> = tensors
+        .iter()
+        .enumerate()
+        .map(|(r, t)| vec![ranks.dispatch(r, t, 0, 0, false), ranks.dispatch(r, t, 1, 0, true)])
+        .collect();
+    ranks.poison();
+    ranks.run(&kernels, seed, &calls).unwrap_or_else(|e| panic!("{placement:?}: {e}"));
+    for (r, case) in cases.iter().enumerate() {
+        for (output, cached) in [(0, false), (1, true)] {
+            check::dispatched(case, r, &ranks.slots(r, output, 0), &round.received, &round.inputs, cached)
+                .unwrap_or_else(|e| panic!("{placement:?}, rank {r}, cached {cached}: {e}"));
+        }
+        for (j, &n) in round.received[r].expert_count.iter().enumerate() {
+            let count = ranks.count(r, CountsLayout::EXPERT_COUNT + j, 3);
+            assert_eq!(count, Some(n as u32), "{placement:?}, rank {r}, expert {j}");
+        }
+    }
+}
+
+/// Eight ranks of twelve sending blocks: 96 blocks' counts, which take two turns of the exchange, and more experts than its warps take at once.
+#[test]
+fn blocks_of_eight_ranks_exchange_counts_on_cpus() {
+    if !compiler("blocks_of_eight_ranks_exchange_counts_on_cpus") {
+        return;
+    }
+    for placement in BOTH {
+        let mut case = Case::new(8, 20, placement);
+        case.dispatch_roles =
+            Some(DispatchRoles { blocks: 12, senders: 12, stages: 1, ..DispatchRoles::default() });
+        (case.experts, case.row_bytes, case.hidden) = (8 * 33, 16, 8);
+        // Some chunks are empty.
+        (case.routing, case.tokens) = (Routing::Holes, vec![20, 3, 12, 0, 19, 20, 7, 13]);
+        dispatch_twice(&[&case; 8], placement, 71);
+    }
+}
+
+/// Forty sending blocks and ten: two turns, in which blocks are absent that each rank knows of by the other's place, and a run for blocks that only the
+/// other rank has. More than 256 experts in a rank, of which one gets everything.
+#[test]
+fn many_blocks_and_few_exchange_counts_of_one_expert_on_cpus() {
+    if !compiler("many_blocks_and_few_exchange_counts_of_one_expert_on_cpus") {
+        return;
+    }
+    for placement in BOTH {
+        let [many, few] = [40, 10].map(|senders| {
+            let mut case = Case::new(2, 45, placement);
+            case.dispatch_roles =
+                Some(DispatchRoles { blocks: senders, senders, stages: 1, ..DispatchRoles::default() });
+            (case.experts, case.row_bytes, case.hidden) = (600, 16, 8);
+            (case.topk, case.routing, case.tokens[1]) = (1, Routing::Hot, 31);
+            case
+        });
+        dispatch_twice(&[&many, &few], placement, 72);
     }
 }
 

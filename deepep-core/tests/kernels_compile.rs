@@ -45,7 +45,9 @@ fn all_kernels_compile_without_local_memory() {
     for arch in [Arch::new(9, 0), Arch::new(10, 0)] {
         let programs = [1, 2, 8].into_iter().flat_map(Program::all);
         let programs = programs.chain([1, 2, 8].into_iter().flat_map(for_sizes));
-        for program in programs.filter(|p| format!("{p:?}").contains(&only)) {
+        let programs: Vec<_> = programs.filter(|p| format!("{p:?}").contains(&only)).collect();
+        assert!(!programs.is_empty(), "no kernel's name has {only:?} in it");
+        for program in programs {
             let cubin = compiler.compile(program, arch).unwrap_or_else(|e| panic!("{e}"));
             assert_eq!(&cubin.image()[..4], b"\x7fELF");
             let kernel = &cubin.resources()[0];

@@ -13,6 +13,7 @@ use cuda_vmm_sys::{
 };
 use std::collections::HashMap;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -46,7 +47,7 @@ pub trait Kernel: Send + Sync {
     /// run side by side, and may wait for each other.
     ///
     /// # Errors
-    /// What ends the context, as `CUDA_ERROR_LAUNCH_FAILED` does.
+    /// What ends the context, as `CUDA_ERROR_LAUNCH_FAILED` does; a panic is that error.
     fn run(&self, launch: &Launch) -> Result<(), CUresult>;
 }
 
@@ -72,7 +73,7 @@ pub struct Launch {
 #[derive(Clone)]
 pub(crate) struct Installed(pub(crate) Arc<dyn Kernels>);
 
-// A panic in them is caught where a call enters the emulator, or ends the thread of a stream; their state is their own business.
+// A panic in them is caught where a call enters the emulator, or where a launch runs; their state is their own business.
 impl std::panic::RefUnwindSafe for Installed {}
 impl std::panic::UnwindSafe for Installed {}
 
@@ -99,8 +100,10 @@ pub(crate) struct Launched {
 }
 
 impl Launched {
+    /// Runs the launch. A kernel that panics has failed: its stream goes on, and nobody waits for it for ever.
     pub(crate) fn run(&self) -> Outcome {
-        self.function.kernel.run(&self.launch)
+        let run = AssertUnwindSafe(|| self.function.kernel.run(&self.launch));
+        catch_unwind(run).unwrap_or(Err(code::LAUNCH_FAILED))
     }
 }
 
@@ -217,7 +220,11 @@ impl Core {
     pub(crate) unsafe fn cuModuleUnload(self: &Arc<Self>, module: CUmodule) -> Outcome {
         let mut modules = lock(&self.modules);
         let gone = modules.loaded.remove(&(module as usize)).ok_or(code::INVALID_HANDLE)?;
-        gone.functions.iter().for_each(|handle| drop(modules.functions.remove(handle)));
+        let functions: Vec<_> =
+            gone.functions.iter().map(|handle| modules.functions.remove(handle)).collect();
+        // The caller's code ends outside of the lock.
+        drop(modules);
+        drop((functions, gone));
         Ok(())
     }
 

@@ -20,6 +20,7 @@ enum Function {
     /// Waits until the word at its first parameter is not zero.
     Await,
     Fail,
+    Panic,
 }
 
 impl Kernels for Host {
@@ -36,6 +37,7 @@ impl Module for Host {
             b"add" => Function::Add,
             b"await" => Function::Await,
             b"fail" => Function::Fail,
+            b"panic" => Function::Panic,
             _ => return None,
         }))
     }
@@ -69,6 +71,7 @@ impl Kernel for Function {
                 Ok(())
             }
             Self::Fail => Err(CUresult::CUDA_ERROR_LAUNCH_FAILED),
+            Self::Panic => panic!("a kernel's own"),
         }
     }
 }
@@ -250,11 +253,13 @@ fn without_kernels_modules_are_not_supported() {
 
 #[test]
 fn a_kernel_that_fails_ends_the_context() {
-    let m = Machine::new();
-    m.launch(c"fail", 0);
-    assert_eq!(m.finish(), Err(CUresult::CUDA_ERROR_LAUNCH_FAILED));
-    let seen = |incident: &Incident| matches!(incident, Incident::StreamFailed { device: 0, .. });
-    assert!(m.emulator.ledger().incidents.iter().any(seen));
+    for kernel in [c"fail", c"panic"] {
+        let m = Machine::new();
+        m.launch(kernel, 0);
+        assert_eq!(m.finish(), Err(CUresult::CUDA_ERROR_LAUNCH_FAILED));
+        let seen = |incident: &Incident| matches!(incident, Incident::StreamFailed { device: 0, .. });
+        assert!(m.emulator.ledger().incidents.iter().any(seen));
+    }
 }
 
 #[test]

@@ -48,16 +48,14 @@ inline void st_release_gpu(u64* p, u64 v) { put(p, v); }
 inline void st_relaxed_sys(u32* p, u32 v) { put(p, v); }
 inline void st_relaxed_sys(u64* p, u64 v) { put(p, v); }
 inline void st_relaxed_gpu(u64* p, u64 v) { put(p, v); }
-inline u64 cas_sys(u64* p, u64 expected, u64 desired) {
+template <class T>
+T compare_and_swap(T* p, T expected, T desired) {
     seen(p);
     __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
     return expected;
 }
-inline u32 cas_gpu(u32* p, u32 expected, u32 desired) {
-    seen(p);
-    __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
-    return expected;
-}
+inline u64 cas_sys(u64* p, u64 expected, u64 desired) { return compare_and_swap(p, expected, desired); }
+inline u32 cas_gpu(u32* p, u32 expected, u32 desired) { return compare_and_swap(p, expected, desired); }
 inline u32 exchange_gpu(u32* p, u32 v) {
     seen(p);
     return __atomic_exchange_n(p, v, __ATOMIC_ACQ_REL);

@@ -26,7 +26,11 @@ pub fn test() -> Result<()> {
     })?;
     step("software GPU", || {
         for mut check in software_gpu::checks(command)? {
-            counts.add(&counted(&mut check)?);
+            let found = counted(&mut check)?;
+            if found.passed == 0 || found.skipped > 0 {
+                bail!("{check:?} was to run tests on GPUs in software: {found:?}");
+            }
+            counts.add(&found);
         }
         Ok(())
     })?;

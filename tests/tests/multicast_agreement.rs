@@ -5,7 +5,7 @@ use cuda_vmm::sys::CUresult;
 use cuda_vmm::{Error, Result};
 use cuda_vmm_emu::{Config, Fabric};
 use integration_tests::multicast::{GRANULE, allowed};
-use integration_tests::team::{LONG, Member, errors, members, options};
+use integration_tests::team::{LONG, Member, errors, members, options, stars};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -191,4 +191,28 @@ fn a_star_refuses_what_is_no_star() {
     far.write_all(&bytes).unwrap();
     let error = SocketStar::member(1, 3, near).exchange(b"mine", deadline()).unwrap_err();
     assert!(matches!(&error, Error::Member { rank: 2, reason, .. } if reason == "\u{fffd}[2Jbye"), "{error}");
+}
+
+/// Rank 0 finds rank 2 gone only while it answers the others, and leaves: rank 1 hears who is missing though nothing can be sent any more.
+#[test]
+fn who_is_missing_is_heard_after_rank_0_has_left() {
+    let mut stars = stars(3).into_iter();
+    let (mut root, mut first, mut second) =
+        (stars.next().unwrap(), stars.next().unwrap(), stars.next().unwrap());
+    // Rank 2 says its part, does not wait for the answer, and is gone.
+    assert!(second.exchange(b"2", Instant::now()).is_err());
+    drop(second);
+    let (has_left, left) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let error = root.exchange(b"0", Instant::now() + LONG).unwrap_err();
+            assert!(matches!(error, Error::Member { rank: 2, .. }), "{error}");
+            drop(root);
+            has_left.send(()).unwrap();
+        });
+        assert_eq!(first.exchange(b"1", Instant::now() + LONG).unwrap(), [b"0", b"1", b"2"]);
+        left.recv().unwrap();
+        let error = first.exchange(b"1", Instant::now() + LONG).unwrap_err();
+        assert!(matches!(error, Error::Member { rank: 2, .. }), "{error}");
+    });
 }

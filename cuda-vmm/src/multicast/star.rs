@@ -243,9 +243,15 @@ impl SocketStar {
 
     fn exchange_as_member(&self, mine: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>> {
         let socket = &self.sockets[0];
-        self.send(socket, Kind::Mine, mine, None, deadline)?;
         let length = mine.len() * self.ranks;
-        let (together, fds, _) = self.receive(socket, 0, Kind::All, length, deadline)?;
+        let sent = self.send(socket, Kind::Mine, mine, None, deadline);
+        let received = self.receive(socket, 0, Kind::All, length, deadline);
+        let (together, fds, _) = match (sent, received) {
+            // Rank 0 that is gone may have said before who is missing, which tells more than that nothing could be sent to it.
+            (Err(_), Err(missing @ Error::Member { .. })) => return Err(missing),
+            (Err(error), _) => return Err(error),
+            (Ok(()), received) => received?,
+        };
         drop(fds);
         Ok(together.chunks(mine.len()).map(<[u8]>::to_vec).collect())
     }

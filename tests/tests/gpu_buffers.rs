@@ -6,7 +6,7 @@ use cuda_vmm::Cuda;
 use deepep_cli::gpu::{Event, GpuError, Graph, PinnedWord, Stream};
 use deepep_core::bootstrap::Bootstrap;
 use deepep_core::tensor::{DType, TensorRef};
-use deepep_core::{CombineArgs, DispatchArgs, ElasticBuffer, Error, EventRef};
+use deepep_core::{Builder, CombineArgs, DispatchArgs, Dispatched, ElasticBuffer, Error, EventRef};
 use half::bf16;
 use integration_tests::gpu::skipped;
 use integration_tests::ranks::{LONG, on_threads};
@@ -19,20 +19,16 @@ const HIDDEN: usize = 256;
 const TOPK: usize = 4;
 const EXPERTS: usize = 8;
 
+fn builder(side: &Side) -> Builder {
+    let builder = ElasticBuffer::builder().max_tokens_per_rank(TOKENS).experts(EXPERTS).topk(TOPK);
+    builder.hidden(HIDDEN).timeout(side.patience()).backend(side.backend)
+}
+
 /// Runs on two ranks in threads, if there is a GPU.
 fn on_gpu(test: &'static str, body: impl Fn(&mut ElasticBuffer) + Sync) {
     let Some(side) = Side::gpu(test) else { return };
     on_threads(RANKS, LONG, |bootstrap| {
-        let mut buffer = ElasticBuffer::builder()
-            .max_tokens_per_rank(TOKENS)
-            .experts(EXPERTS)
-            .topk(TOPK)
-            .hidden(HIDDEN)
-            .expanded(8)
-            .timeout(side.patience())
-            .backend(side.backend)
-            .build(bootstrap)
-            .unwrap();
+        let mut buffer = builder(&side).expanded(8).build(bootstrap).unwrap();
         body(&mut buffer);
         buffer.close().unwrap();
     });
@@ -119,6 +115,31 @@ impl Round {
         self.ids.write(&ids);
         self.out.write(&vec![bf16::NAN; TOKENS * HIDDEN]);
     }
+
+    /// Enqueues a dispatch without counts, and a combine of what it delivers.
+    fn enqueue(
+        &mut self,
+        buffer: &mut ElasticBuffer,
+        stream: &Stream,
+        expanded: Option<usize>,
+    ) -> Dispatched {
+        let mut args = DispatchArgs::new(self.x.view(), self.ids.view()).without_counts();
+        if let Some(alignment) = expanded {
+            args = args.expanded(alignment);
+        }
+        let got = buffer.dispatch(args.stream(stream.borrow())).unwrap();
+        let args = CombineArgs::new(got.x(), got.handle(), self.out.view_mut());
+        buffer.combine(args.stream(stream.borrow())).unwrap();
+        got
+    }
+
+    /// Replays what `enqueue` was captured as, with the rows of a round, and waits for it.
+    fn replay(&mut self, graph: &Graph, stream: &Stream, rank: usize, round: usize) {
+        self.set(rank, round);
+        // SAFETY: the tensors are there until the stream has been waited for, and so are the slots, which the caller holds.
+        unsafe { graph.launch(stream) }.unwrap();
+        stream.wait(LONG, || format!("replay {round}")).unwrap();
+    }
 }
 
 /// A captured dispatch and combine give the right result for whatever the tensors hold at each replay, with direct calls in between.
@@ -135,21 +156,15 @@ fn graphs_are_replayed_with_other_routes() {
             let error = buffer.dispatch(exact).unwrap_err();
             assert!(matches!(error, Error::Invalid { parameter: "exact counts", .. }), "{error}");
 
-            let args = DispatchArgs::new(round.x.view(), round.ids.view()).without_counts();
-            let got = buffer.dispatch(args.stream(stream.borrow())).unwrap();
+            let got = round.enqueue(buffer, &stream, None);
             assert!(matches!(got.event().is_complete(), Err(Error::Invalid { parameter: "event", .. })));
-            let args = CombineArgs::new(got.x(), got.handle(), round.out.view_mut());
-            buffer.combine(args.stream(stream.borrow())).unwrap();
             held = Some(got);
             Ok::<(), GpuError>(())
         })
         .unwrap();
         let got = held.unwrap();
         for number in 1..=20 {
-            round.set(rank, number);
-            // SAFETY: the tensors, and the slots that `got` holds, are there until the stream has been waited for.
-            unsafe { graph.launch(&stream) }.unwrap();
-            stream.wait(LONG, || format!("replay {number}")).unwrap();
+            round.replay(&graph, &stream, rank, number);
             assert_eq!(round.out.read::<bf16>(buffer), expected(rank, number), "replay {number}");
             let tokens = received(rank, number) as i32;
             let cells = read::<i32>(buffer, got.handle().count_cells());
@@ -175,36 +190,19 @@ fn one_graph_is_replayed_thousands_of_times() {
     let software = std::env::var_os("CUDA_VMM_DRIVER").is_some();
     let replays = rounds("DEEPEP_TEST_REPLAYS", if software { 20 } else { 10_000 }) as usize;
     on_threads(RANKS, LONG, |bootstrap| {
-        let mut buffer = ElasticBuffer::builder()
-            .max_tokens_per_rank(TOKENS)
-            .experts(EXPERTS)
-            .topk(TOPK)
-            .hidden(HIDDEN)
-            .expanded(1)
-            .packets(true)
-            .timeout(side.patience())
-            .backend(side.backend)
-            .build(bootstrap)
-            .unwrap();
+        let mut buffer = builder(&side).expanded(1).packets(true).build(bootstrap).unwrap();
         let rank = buffer.rank();
         let stream = Stream::new(&buffer.device().primary_context().unwrap()).unwrap();
         let mut round = Round::new(&buffer);
         let mut held = None;
         let graph = Graph::capture(&stream, || {
-            let args = DispatchArgs::new(round.x.view(), round.ids.view()).expanded(1).without_counts();
-            let got = buffer.dispatch(args.stream(stream.borrow())).unwrap();
-            let args = CombineArgs::new(got.x(), got.handle(), round.out.view_mut());
-            buffer.combine(args.stream(stream.borrow())).unwrap();
-            held = Some(got);
+            held = Some(round.enqueue(&mut buffer, &stream, Some(1)));
             Ok::<(), GpuError>(())
         })
         .unwrap();
         let got = held.unwrap();
         for number in 1..=replays {
-            round.set(rank, number);
-            // SAFETY: the tensors, and the slots that `got` holds, are there until the stream has been waited for.
-            unsafe { graph.launch(&stream) }.unwrap();
-            stream.wait(LONG, || format!("replay {number}")).unwrap();
+            round.replay(&graph, &stream, rank, number);
             assert!(round.out.read::<bf16>(&buffer) == expected_expanded(rank, number), "replay {number}");
             let cells = read::<i32>(&buffer, got.handle().count_cells());
             assert_eq!(cells[0], received(rank, number) as i32, "replay {number}");
@@ -288,10 +286,8 @@ fn dropping_a_buffer_waits_for_nobody() {
     let timeout = Duration::from_secs(2);
     on_threads(RANKS, LONG, |bootstrap| {
         let rank = bootstrap.rank();
-        let builder =
-            ElasticBuffer::builder().max_tokens_per_rank(TOKENS).experts(EXPERTS).topk(1).hidden(HIDDEN);
         let shared = std::sync::Arc::new(bootstrap);
-        let mut buffer = builder.timeout(timeout).backend(side.backend).build(shared.clone()).unwrap();
+        let mut buffer = builder(&side).topk(1).timeout(timeout).build(shared.clone()).unwrap();
         if rank == 0 {
             // Rank 1 does not come.
             let arrived = buffer.barrier().unwrap();
@@ -318,12 +314,8 @@ fn dropping_an_idle_buffer_does_not_wait_for_kernels_of_others() {
     on_threads(RANKS, LONG, |bootstrap| {
         let rank = bootstrap.rank();
         let shared = std::sync::Arc::new(bootstrap);
-        let build = || {
-            // Both ranks on one device.
-            let builder = ElasticBuffer::builder().max_tokens_per_rank(TOKENS).experts(EXPERTS).topk(TOPK);
-            let builder = builder.hidden(HIDDEN).timeout(side.patience()).device(0).backend(side.backend);
-            builder.build(shared.clone()).unwrap()
-        };
+        // Both ranks on one device.
+        let build = || builder(&side).device(0).build(shared.clone()).unwrap();
         let (mut idle, mut busy) = (build(), build());
         // It has a past: kernels, events, results, and what was copied.
         let mut round = Round::new(&idle);
@@ -368,10 +360,7 @@ fn dropping_an_idle_buffer_does_not_wait_for_kernels_of_others() {
 fn kernels_start_early_where_a_rank_has_its_device_for_itself() {
     let test = "kernels_start_early_where_a_rank_has_its_device_for_itself";
     let Some(side) = Side::gpu(test) else { return };
-    let builder = || {
-        let builder = ElasticBuffer::builder().max_tokens_per_rank(TOKENS).experts(EXPERTS).topk(TOPK);
-        builder.hidden(HIDDEN).timeout(side.patience()).early_launch(true).backend(side.backend)
-    };
+    let builder = || builder(&side).early_launch(true);
     on_threads(RANKS, LONG, |bootstrap| {
         let error = builder().device(0).build(bootstrap).unwrap_err();
         assert!(matches!(error, Error::Invalid { parameter: "early_launch", .. }), "{error}");

@@ -18,6 +18,7 @@ const FILES: &[(&str, &str)] = &[
     ("runtime.cpp", include_str!("../../../deepep-core/tests/on_cpu/fibers/runtime.cpp")),
     ("arch/bf16.cuh", include_str!("../../../deepep-core/tests/on_cpu/fibers/arch/bf16.cuh")),
     ("arch/bulk.cuh", include_str!("../../../deepep-core/tests/on_cpu/fibers/arch/bulk.cuh")),
+    ("arch/elements.cuh", include_str!("../../../deepep-core/tests/on_cpu/arch/elements.cuh")),
     ("arch/f16.cuh", include_str!("../../../deepep-core/tests/on_cpu/arch/f16.cuh")),
     ("arch/fence.cuh", include_str!("../../../deepep-core/tests/on_cpu/fibers/arch/fence.cuh")),
     ("arch/launch.cuh", include_str!("../../../deepep-core/tests/on_cpu/fibers/arch/launch.cuh")),

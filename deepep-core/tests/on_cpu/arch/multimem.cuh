@@ -1,6 +1,7 @@
 // Accesses to a multicast address, done one rank after the other.
 #pragma once
 #include "arch/bf16.cuh"
+#include "arch/elements.cuh"
 #include "arch/f16.cuh"
 #include "arch/ld_st.cuh"
 
@@ -9,15 +10,6 @@ constexpr u64 MULTICAST_BASE = 1ull << 60;
 inline std::vector<u8*> heaps;
 
 namespace arch {
-
-enum class Order : u32 { weak, relaxed, acquire, release };
-enum class Scope : u32 { none, gpu, sys };
-
-struct F32x4 { using Value = Vec16; };
-struct F16x8 { using Value = Vec16; };
-struct BF16x8 { using Value = Vec16; };
-struct U32 { using Value = u32; };
-struct U64 { using Value = u64; };
 
 inline u64 multicast_offset(const void* p, u64 bytes) {
     const u64 offset = (u64)p - MULTICAST_BASE;

@@ -1,19 +1,11 @@
 // Multicast addresses, of which there are none here.
 #pragma once
 #include "arch/bf16.cuh"
+#include "arch/elements.cuh"
 #include "arch/f16.cuh"
 #include "arch/ld_st.cuh"
 
 namespace arch {
-
-enum class Order : u32 { weak, relaxed, acquire, release };
-enum class Scope : u32 { none, gpu, sys };
-
-struct F32x4 { using Value = Vec16; };
-struct F16x8 { using Value = Vec16; };
-struct BF16x8 { using Value = Vec16; };
-struct U32 { using Value = u32; };
-struct U64 { using Value = u64; };
 
 template <class E, Order O, Scope S>
 void multimem_st(void* p, typename E::Value) { fiber_fail("a store to a multicast address", (u64)p); }

@@ -16,7 +16,13 @@ done
 shift $((OPTIND - 1))
 [[ $# -gt 0 ]] || { sed -n 2,10p "$0"; exit 2; }
 wanted=("$@")
-[[ $show ]] || mkdir -p "$logs"
+if [[ ! $show ]]; then
+    names=" $(bash "${BASH_SOURCE[0]}" -n all | sed 's/ .*//' | tr '\n' ' ')"
+    for one in "${wanted[@]}"; do
+        [[ $one == all || $names == *" $one "* || $names == *" $one/"* ]] || { echo "nothing is named $one"; exit 2; }
+    done
+    mkdir -p "$logs"
+fi
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 # Multicast stays off unless somebody who may use it says so.
 export CUDA_VMM_DISABLE_MULTICAST=${CUDA_VMM_DISABLE_MULTICAST:-1} NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
@@ -24,7 +30,7 @@ export CUDA_DEVICE_MAX_CONNECTIONS=32 GIN_SOFT_LIBRARY=${GIN_SOFT_LIBRARY:-$kit/
 read -ra nccls <<<"${NCCL_LIBRARIES:-libnccl.so.2}"
 lines=() bad=0 good=0 group=
 
-# check NAME LIMIT [VARIABLE=VALUE ...] EXECUTABLE [ARGUMENT ...]
+# check NAME LIMIT [VARIABLE=VALUE ...] EXECUTABLE [ARGUMENT ...]; with needs=N before it, on N GPUs only.
 check() {
     local name=$group/$1 limit=$2 begin=$SECONDS log rc counts verdict one=
     shift 2
@@ -33,6 +39,10 @@ check() {
     done
     [[ $one == yes ]] || return 0
     if [[ $show ]]; then echo "$name ($limit s): $*"; return 0; fi
+    if ((gpus < ${needs:-0})); then
+        lines+=("SKIPPED  $name: it needs $needs GPUs") bad=$((bad + 1))
+        return 0
+    fi
     if ((SECONDS + limit > budget)); then
         lines+=("NOT RUN  $name: no time left") bad=$((bad + 1))
         return 0
@@ -40,8 +50,8 @@ check() {
     log=$logs/${name//\//.}.txt
     (cd "$kit" && exec timeout -k 5 "$limit" env "$@") >"$log" 2>&1 </dev/null
     rc=$?
-    counts=$(awk '/^test result:/ { p += $4; f += $6 } /(^|\.\.\. )skipped: / { s++ }
-        END { if (p + f) printf "%d passed, %d failed, %d skipped", p - s, f, s }' "$log")
+    counts=$(awk '/^test result:/ { t++; p += $4; f += $6 } /(^|\.\.\. )skipped: / { s++ }
+        END { if (t) printf "%d passed, %d failed, %d skipped", (p > s ? p - s : 0), f, s }' "$log")
     verdict=ok
     if ((rc == 124 || rc == 137)); then verdict="TIMEOUT"; elif ((rc)); then verdict="FAILED $rc"; fi
     [[ $counts == 0\ passed,\ 0* ]] && verdict=SKIPPED
@@ -66,7 +76,7 @@ tests every-case 150 "DEEPEP_TEST_RANKS=${DEEPEP_TEST_RANKS:-1,2,4}" $core every
 tests planted 30 $core a_planted_error
 tests faults 60 $core cuda::gpu_tests::faults
 tests rounds 60 DEEPEP_TEST_ROUNDS=60 DEEPEP_TEST_RANKS=2 $core rounds_without_waits
-((gpus < 2)) || tests control 60 $core rows_arrive_late
+needs=2 tests control 60 $core rows_arrive_late
 tests collectives 60 $core cuda::gpu_tests::collective
 
 group=memory
@@ -115,6 +125,8 @@ run fp8-expanded --dtype fp8 --expanded 128 --cached --zero-padding
 run at-source --expanded --reduction at-source --narrow-ids --biases 2
 run without-counts --without-counts --routing zipf --dtype fp16
 run idle --routing idle:0 --dtype fp32
+run pull --pull
+run packets --packets --tokens 64
 [[ -z ${TRACE:-} ]] || run trace --ranks 4 --trace "$(realpath "$TRACE")"
 check doctor 30 bin/deepep doctor
 
@@ -128,6 +140,7 @@ times small DEEPEP_TEST_TOKENS=1,32,128 DEEPEP_TEST_BLOCKS=0
 times large DEEPEP_TEST_TOKENS=4096,8192 DEEPEP_TEST_BLOCKS=0,16 DEEPEP_TEST_ONLY=dispatch,cached,combine
 times pulled DEEPEP_TEST_TOKENS=4096,8192 DEEPEP_TEST_BLOCKS=0,16 DEEPEP_TEST_ONLY=combine DEEPEP_TEST_PLACEMENT=Plain DEEPEP_TEST_PULLED=64
 times early DEEPEP_TEST_TOKENS=1,32,128 DEEPEP_TEST_BLOCKS=0 DEEPEP_TEST_ONLY=pair DEEPEP_TEST_PLACEMENT=Expanded DEEPEP_TEST_EARLY=1
+check bench 240 bin/deepep bench --quick
 check vmm 60 bench/vmm --bench
 check overhead 60 bench/vmm_overhead --bench
 check nccl 60 "NCCL_GIN_LIBRARY=${nccls[-1]}" bench/nccl --bench
@@ -140,7 +153,6 @@ for tool in memcheck racecheck; do
 done
 
 [[ $show ]] && exit 0
-((${#lines[@]})) || { echo "nothing is named ${wanted[*]}"; exit 2; }
 echo "== $gpus GPUs, $SECONDS s"
 printf '%s\n' "${lines[@]}" | grep -v '^ok' || true
 echo "$good checks passed, $bad did not"

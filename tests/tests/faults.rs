@@ -56,7 +56,7 @@ fn live(side: &Side, bootstrap: TcpBootstrap, moment: &str) -> (Result<()>, Elas
         .topk(4)
         .hidden(HIDDEN)
         .expanded(8)
-        .timeout(TIMEOUT)
+        .timeout(side.scaled(TIMEOUT))
         // The phases are those of rows that travel on their own.
         .packets(false)
         .receive_sets(if moment.ends_with("one set") { 1 } else { 2 })
@@ -66,7 +66,7 @@ fn live(side: &Side, bootstrap: TcpBootstrap, moment: &str) -> (Result<()>, Elas
     let tensors = Tensors::default();
     let result = operations(&tensors, &mut buffer, victim, moment);
     // What uses the tensors has ended, however it did.
-    let ended = buffer.synchronize(TIMEOUT + SLACK);
+    let ended = buffer.synchronize(side.scaled(TIMEOUT) + SLACK);
     assert!(!matches!(ended, Err(Error::StillRunning { .. })), "{moment}: {ended:?}");
     (result, buffer)
 }
@@ -137,7 +137,7 @@ fn check_survivor(
     let rows = side.is_gpu() && phase == "combine, start" && found.as_ref() == "combine, arrival of a row";
     assert!(rows || found.as_ref() == phase, "{moment}: {error}");
     assert_eq!(missing, &[VICTIM], "{moment}: {error}");
-    assert!(took < TIMEOUT + SLACK, "{moment}: took {took:?}");
+    assert!(took < side.scaled(TIMEOUT) + SLACK, "{moment}: took {took:?}");
     let mut buffer = buffer;
     if side.is_gpu() {
         // If it was found by waiting for an event, the buffer finds it once more.
@@ -214,7 +214,7 @@ on_both_sides! {
             64,
             Values { seed: 3, dtype: DType::Bf16, hidden: 512 },
         );
-        (job.timeout, job.backend) = (TIMEOUT, side.backend);
+        (job.timeout, job.backend) = (side.scaled(TIMEOUT), side.backend);
         let done = AtomicUsize::new(0);
         let survive = |bootstrap: TcpBootstrap, job: &Job| {
             let rank = bootstrap.rank();
@@ -363,9 +363,9 @@ on_both_sides! {
         };
         let errors = on_threads(3, LONG, |bootstrap| {
             let late = bootstrap.rank() == 1;
-            let mut buffer = build(bootstrap, Duration::from_millis(200));
+            let mut buffer = build(bootstrap, side.scaled(Duration::from_millis(400)));
             if late {
-                std::thread::sleep(Duration::from_millis(1000));
+                std::thread::sleep(side.scaled(Duration::from_secs(2)));
             }
             let started = Instant::now();
             let error = buffer.barrier().and_then(|arrived| arrived.wait(LONG)).unwrap_err();

@@ -186,9 +186,7 @@ fn graphs_are_replayed_with_other_routes() {
 #[test]
 fn one_graph_is_replayed_thousands_of_times() {
     let Some(side) = Side::gpu("one_graph_is_replayed_thousands_of_times") else { return };
-    // A driver in software takes milliseconds where a GPU takes microseconds.
-    let software = std::env::var_os("CUDA_VMM_DRIVER").is_some();
-    let replays = rounds("DEEPEP_TEST_REPLAYS", if software { 20 } else { 10_000 }) as usize;
+    let replays = rounds("DEEPEP_TEST_REPLAYS", 10_000) as usize;
     on_threads(RANKS, LONG, |bootstrap| {
         let mut buffer = builder(&side).expanded(1).packets(true).build(bootstrap).unwrap();
         let rank = buffer.rank();
@@ -283,7 +281,7 @@ fn rows_that_start_at_odd_addresses_are_refused() {
 #[test]
 fn dropping_a_buffer_waits_for_nobody() {
     let Some(side) = Side::gpu("dropping_a_buffer_waits_for_nobody") else { return };
-    let timeout = Duration::from_secs(2);
+    let timeout = side.scaled(Duration::from_secs(2));
     on_threads(RANKS, LONG, |bootstrap| {
         let rank = bootstrap.rank();
         let shared = std::sync::Arc::new(bootstrap);
@@ -293,7 +291,7 @@ fn dropping_a_buffer_waits_for_nobody() {
             let arrived = buffer.barrier().unwrap();
             let start = std::time::Instant::now();
             drop(buffer);
-            assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+            assert!(start.elapsed() < timeout / 2, "{:?}", start.elapsed());
             // The kernel ends by itself, and says who was missing.
             let error = arrived.wait(LONG).unwrap_err();
             assert!(matches!(&error, Error::PeerTimeout { missing, .. } if *missing == [1]), "{error}");
@@ -310,7 +308,8 @@ fn dropping_a_buffer_waits_for_nobody() {
 #[test]
 fn dropping_an_idle_buffer_does_not_wait_for_kernels_of_others() {
     let Some(side) = Side::gpu("dropping_an_idle_buffer_does_not_wait_for_kernels_of_others") else { return };
-    const AT_MOST: Duration = Duration::from_millis(100);
+    // What is looked for would last until that kernel's deadline.
+    let at_most = side.patience() / 4;
     on_threads(RANKS, LONG, |bootstrap| {
         let rank = bootstrap.rank();
         let shared = std::sync::Arc::new(bootstrap);
@@ -342,11 +341,9 @@ fn dropping_an_idle_buffer_does_not_wait_for_kernels_of_others() {
             shared.barrier().unwrap();
             let start = std::time::Instant::now();
             drop(idle);
-            let buffer = start.elapsed();
             // The last that knows of the buffer, and tensors.
             drop((sums, round));
-            let all = start.elapsed();
-            assert!(buffer < AT_MOST && all < 2 * AT_MOST, "{buffer:?}, {all:?}");
+            assert!(start.elapsed() < at_most, "{:?}", start.elapsed());
             shared.barrier().unwrap();
             shared.barrier().unwrap();
             busy.barrier().unwrap().wait(LONG).unwrap();

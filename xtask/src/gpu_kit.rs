@@ -25,7 +25,7 @@ pub fn make(folder: Option<&str>) -> Result<()> {
     let folder = Path::new(folder.context("into which folder?")?);
     let mut missing = named()?;
     for arguments in BUILDS {
-        for (from, place) in built(arguments)? {
+        for (from, place) in built("kit", arguments)? {
             if !missing.remove(&place) {
                 continue;
             }
@@ -62,10 +62,10 @@ fn named() -> Result<BTreeSet<PathBuf>> {
     Ok(places.collect())
 }
 
-/// Runs a build and says where its executables lie, and where they go in the kit.
-fn built(arguments: &[&str]) -> Result<Vec<(PathBuf, PathBuf)>> {
+/// Runs a build and says where its executables and libraries for others to load lie, and where they go in a kit.
+pub fn built(profile: &str, arguments: &[&str]) -> Result<Vec<(PathBuf, PathBuf)>> {
     let output = Command::new("cargo")
-        .args(["build", "--profile", "kit", "--message-format=json-render-diagnostics"])
+        .args(["build", "--profile", profile, "--message-format=json-render-diagnostics"])
         .args(arguments)
         .current_dir(root())
         .stderr(Stdio::inherit())
@@ -143,5 +143,34 @@ mod tests {
         assert!(message(r#"{"reason":"build-finished","success":true}"#).is_none());
         let library = r#"{"reason":"compiler-artifact","target":{"kind":["lib"],"name":"p"},"executable":null,"filenames":["/x/libp.rlib"]}"#;
         assert!(message(library).is_none());
+    }
+
+    /// What the script says of executables that print this, and of names that it does not know.
+    #[cfg(unix)]
+    #[test]
+    fn what_ran_nothing_has_not_passed() {
+        use std::os::unix::fs::PermissionsExt;
+        let kit = tempfile::tempdir().unwrap();
+        let script = kit.path().join("gpu-checks.sh");
+        std::fs::copy(root().join(SCRIPT), &script).unwrap();
+        std::fs::create_dir(kit.path().join("test")).unwrap();
+        let judge = |what: &str| {
+            let place = kit.path().join("test/vmm");
+            std::fs::write(&place, format!("#!/bin/bash\nprintf '{what}'\n")).unwrap();
+            std::fs::set_permissions(&place, std::fs::Permissions::from_mode(0o755)).unwrap();
+            let mut command = Command::new("bash");
+            let out = command.arg(&script).arg("memory/vmm").current_dir(kit.path()).output().unwrap();
+            let text = String::from_utf8(out.stdout).unwrap();
+            (out.status.code(), text.split_whitespace().next().unwrap_or_default().to_owned())
+        };
+        let result = |passed: usize, failed: usize| {
+            format!("test result: ok. {passed} passed; {failed} failed; 0 ignored\\n")
+        };
+        assert_eq!(judge(&result(2, 0)), (Some(0), "ok".into()));
+        assert_eq!(judge(&("skipped: a: b\\n".to_owned() + &result(2, 0))), (Some(0), "ok".into()));
+        assert_eq!(judge(&("skipped: a: b\\n".repeat(2) + &result(1, 0))), (Some(1), "SKIPPED".into()));
+        assert_eq!(judge(&result(0, 0)), (Some(1), "SKIPPED".into()));
+        let out = Command::new("bash").arg(&script).args(["memory", "mmeory"]).output().unwrap();
+        assert_eq!((out.status.code(), out.stdout.as_slice()), (Some(2), &b"nothing is named mmeory\n"[..]));
     }
 }

@@ -2,6 +2,7 @@
 
 use cuda_vmm_emu::sys::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt::Write as _;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::io::Write as _;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
@@ -29,6 +30,13 @@ const FILES: &[(&str, &str)] = &[
     ("arch/time.cuh", include_str!("../../../deepep-core/tests/on_cpu/fibers/arch/time.cuh")),
     ("arch/types.cuh", include_str!("../../../deepep-core/tests/on_cpu/fibers/arch/types.cuh")),
 ];
+
+/// A number that changes with the files, and with what is made of a source here.
+fn digest() -> c_int {
+    let mut hasher = DefaultHasher::new();
+    (FILES, include_str!("nvrtc.rs")).hash(&mut hasher);
+    (hasher.finish() >> 33) as c_int
+}
 
 /// A program, as `nvrtcProgram` refers to it.
 pub struct Program {
@@ -184,6 +192,8 @@ unsafe fn program<'a>(program: *mut c_void) -> Option<&'a mut Program> {
     unsafe { program.cast::<Program>().as_mut() }
 }
 
+/// The minor version stands for all that goes into an image apart from the kernel's source, so that a cache of images keeps none that is stale.
+///
 /// # Safety
 /// Pointers are valid for writes.
 #[unsafe(no_mangle)]
@@ -191,7 +201,7 @@ pub unsafe extern "C" fn nvrtcVersion(major: *mut c_int, minor: *mut c_int) -> c
     // SAFETY: the caller's contract.
     unsafe {
         *major = 99;
-        *minor = 0;
+        *minor = digest();
     }
     SUCCESS
 }

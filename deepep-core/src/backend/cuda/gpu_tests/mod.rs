@@ -36,6 +36,7 @@ fn machine() -> Option<Machine> {
     match Machine::find().unwrap_or_else(|e| panic!("{e}")) {
         Ok(machine) => Some(machine),
         Err(reason) => {
+            assert!(std::env::var_os("REQUIRE_GPU").is_none_or(|v| v != "1"), "no CUDA device ({reason})");
             // Past the test runner's capture of what passing tests print.
             writeln!(std::io::stderr(), "skipped: no CUDA device ({reason})").ok();
             None
@@ -47,8 +48,9 @@ fn machine() -> Option<Machine> {
 fn roles() -> Vec<Option<CombineRoles>> {
     let Ok(text) = std::env::var("DEEPEP_TEST_COMBINE") else { return vec![None] };
     let parse = |one: &str| {
-        let numbers: Vec<usize> = one.split('.').filter_map(|n| n.trim().parse().ok()).collect();
-        let &[row_warps, stages, reducers, pieces, sender_pieces] = numbers.as_slice() else { return None };
+        let &[row_warps, stages, reducers, pieces, sender_pieces] = parsed(one, '.').as_slice() else {
+            panic!("five numbers are needed, and not {one}")
+        };
         Some(CombineRoles { row_warps, stages, reducers, pieces, sender_pieces })
     };
     text.split(',').map(parse).collect()
@@ -59,7 +61,7 @@ fn roles() -> Vec<Option<CombineRoles>> {
 fn dispatch_roles() -> Vec<Option<DispatchRoles>> {
     let Ok(text) = std::env::var("DEEPEP_TEST_DISPATCH") else { return vec![None] };
     let parse = |one: &str| {
-        let given: Vec<usize> = one.split('.').filter_map(|n| n.trim().parse().ok()).collect();
+        let given = parsed(one, '.');
         let number = |i: usize| given.get(i).copied().unwrap_or(0);
         Some(DispatchRoles {
             blocks: number(0),
@@ -75,11 +77,14 @@ fn dispatch_roles() -> Vec<Option<DispatchRoles>> {
     text.split(',').map(parse).collect()
 }
 
+fn parsed(text: &str, between: char) -> Vec<usize> {
+    let number = |n: &str| n.trim().parse().unwrap_or_else(|_| panic!("{n:?} in {text:?} is no number"));
+    text.split(between).map(number).collect()
+}
+
+/// The variable's numbers, with commas in between, or else the default.
 fn numbers(variable: &str, default: &[usize]) -> Vec<usize> {
-    match std::env::var(variable) {
-        Ok(text) => text.split(',').filter_map(|n| n.trim().parse().ok()).collect(),
-        Err(_) => default.to_vec(),
-    }
+    std::env::var(variable).map_or(default.to_vec(), |text| parsed(&text, ','))
 }
 
 /// Every choice of one with every choice of the other.
@@ -390,6 +395,7 @@ fn every_case_matches_the_oracle() {
         let chosen = std::env::var("DEEPEP_TEST_CASES").unwrap_or_default();
         all.retain(|(name, _)| chosen.split(';').any(|part| name.contains(part)));
         let (count, start) = (all.len(), Instant::now());
+        assert!(count > 0, "no case of {ranks} ranks is named {chosen:?}");
         let mut bad = 0;
         for (name, case) in all {
             let outcome =

@@ -6,7 +6,7 @@
 // flags. The chain bulk store → wait_group → release.cta → acquire.cta → fence.sys → flag orders the row before its flag for every
 // rank, and also everything that was ordered before the row warp's hand-over, such as metadata written before a block barrier.
 //
-// The announcer waits for nobody, so that row warps can wait for it.
+// The announcer waits for no row warp, so that row warps can wait for it. (Before it starts it may wait for peers whose kernel a sender waits for anyway.)
 #pragma once
 #include "common/warp.cuh"
 #include "comm/wait.cuh"

@@ -10,6 +10,9 @@ DEVICE u32* cell32(const Domain& d, u32 rank, u64 offset) { return (u32*)(d.heap
 DEVICE u64 pack_cell(u32 epoch, u32 value) { return (u64)epoch << 32 | value; }
 DEVICE u32 cell_epoch(u64 cell) { return (u32)(cell >> 32); }
 
+// Slot of rank s's contribution at rank r, if peers have slots.
+DEVICE u32 rank_slot(u32 s, u32 r) { return s < r ? s : s - 1; }
+
 // Epoch counter of a block for one operation: dispatch, combine or barrier.
 DEVICE u32* epoch_counter(const Domain& d, u32 operation, u32 block) {
     return cell32(d, d.rank, d.epochs) + (operation - 1) * MAX_BLOCKS + block;

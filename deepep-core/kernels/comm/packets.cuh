@@ -93,12 +93,11 @@ struct Packets {
     // Own rows go the same way as others.
     DEVICE Vec16* row(u32 r, u32 from, u32 token) const { return (Vec16*)slot(area.rows, area.row_stride, r, RANKS, from, token); }
     DEVICE Vec16* lanes(u32 r, u32 from, u32 token) const { return (Vec16*)slot(area.lanes, area.lane_stride, r, RANKS, from, token); }
-    DEVICE u32 peer(u32 r, u32 from) const { return from < r ? from : from - 1; }
     DEVICE Vec16* back(u32 r, u32 from, u32 token) const {
-        return (Vec16*)slot(area.back, area.back_stride, r, RANKS - 1, peer(r, from), token);
+        return (Vec16*)slot(area.back, area.back_stride, r, RANKS - 1, rank_slot(from, r), token);
     }
     DEVICE Vec16* back_weights(u32 r, u32 from, u32 token) const {
-        return (Vec16*)slot(area.back_weights, area.back_weight_stride, r, RANKS - 1, peer(r, from), token);
+        return (Vec16*)slot(area.back_weights, area.back_weight_stride, r, RANKS - 1, rank_slot(from, r), token);
     }
     DEVICE Vec16* head(u32 r, u32 from) const { return (Vec16*)(d.heap[r] + area.heads + (u64)(parity() * RANKS + from) * CELL_LINE); }
 

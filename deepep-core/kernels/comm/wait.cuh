@@ -89,7 +89,7 @@ DEVICE bool wait_for_all(const Domain& d, Place at, u64 expected, Ready ready) {
     for (u32 n = 0;; n++) {
         if (ready(at, seen)) return true;
         if (late) break;
-        if (n == 0) start = arch::now_ns();
+        if (start == 0) start = arch::now_ns();
         if (n % 32 != 31) continue;
         if (aborted(d)) break;
         // Blocks of one rank wait for each other only because one of them waits for a peer. That one gives up first, so that the record
@@ -99,6 +99,15 @@ DEVICE bool wait_for_all(const Domain& d, Place at, u64 expected, Ready ready) {
     }
     give_up(d, at, late, expected, seen, late ? waited : 0);
     return false;
+}
+
+// After a failure: lets a local copy that is under way end. Nobody is told if it does not.
+template <class Ended>
+DEVICE bool let_end(const Domain& d, Ended ended) {
+    const u64 start = arch::now_ns();
+    while (!ended())
+        if (arch::now_ns() - start > d.timeout_ns) return false;
+    return true;
 }
 
 // Polls `ready` until it is true. `ready(seen)` stores what it saw.

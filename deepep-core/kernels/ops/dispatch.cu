@@ -55,9 +55,9 @@ DEVICE void report_plain(const Block& b, u32 over) {
 }
 
 // By the closer: says in the block's cell that all workers have done their part.
-DEVICE bool publish_tables(const Block& b, const u32* counter, bool told, u32 over) {
+DEVICE bool publish_tables(const Block& b, const u32* counter, bool told) {
     if (!wait_warps(b, PHASE_TABLES, counter, b.workers())) return false;
-    if ((EXPANDED || !told) && b.lane == 0) arch::st_release_gpu(b.chunk_cell(blockIdx.x, told), pack_cell(b.epoch, over));
+    if ((EXPANDED || !told) && b.lane == 0) arch::st_release_gpu(b.chunk_cell(blockIdx.x, told), pack_cell(b.epoch, 0));
     return true;
 }
 
@@ -66,24 +66,23 @@ DEVICE void work(const Block& b, const TokenLanes& lanes, const Share& share, It
     if (b.cached()) {
         write_outputs(b, lanes, share, items);
     } else {
-        const bool tells = EXPANDED && blockIdx.x == 0;
-        const u32 thread = threadIdx.x - 32 * b.p.row_warps, threads = 32 * b.workers();
         // Movers read the prefix sums.
-        if (tells) tell_counts<TO_DEVICE>(b, over, thread, threads);
+        if (EXPANDED && blockIdx.x == 0) tell_counts<TO_DEVICE>(b, over, threadIdx.x - 32 * b.p.row_warps, 32 * b.workers());
         i32 rows[AHEAD];
         write_tables(b, lanes, share, items, over, rows);
         // Before anything else is on its way to other ranks or to the host: the release would wait for it.
         count_warp(b, &b.control.tables);
-        if (b.warp == CLOSER && !publish_tables(b, &b.control.tables, false, over)) return;
+        if (b.warp == CLOSER && !publish_tables(b, &b.control.tables, false)) return;
         if (!EXPANDED) publish_experts(b);
-        if (tells) tell_counts<TO_HOST>(b, over, thread, threads);
         if (over == RANKS) tell_tables(b, lanes, share, items, rows);
     }
     count_warp(b, &b.control.told);
     // Row warps announce nothing before, or (plain) the closer does not.
-    if (b.warp == CLOSER && !publish_tables(b, &b.control.told, true, over)) return;
+    if (b.warp == CLOSER && !publish_tables(b, &b.control.told, true)) return;
 
     if (EXPANDED) {
+        // By a warp that neither announces nor closes: rows don't wait for a fence behind which the host reads.
+        if (blockIdx.x == 0 && b.warp == WATCHER && !b.cached()) tell_counts<TO_HOST>(b, over, b.lane, 32);
         if (b.warp == b.p.row_warps)
             announce(b.control.mail, b.p.row_warps, b.epoch, [&](u32 r) { return cell32(b.d, r, b.d.ready); });
         if (b.p.zero_padding && (b.cached() || wait_tables(b)))
@@ -175,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
     if (threadIdx.x < MAX_RANKS) b.control.from[threadIdx.x] = 0;
     if (sends)
         for (u32 i = threadIdx.x; i < p.experts + RANKS; i += THREADS) b.base()[i] = b.total()[i] = 0;
-    mailboxes_init(b.control.mail, p.row_warps);
+    if (EXPANDED) mailboxes_init(b.control.mail, p.row_warps);
     bool moves = false;
     // A vote, not a word in shared memory: all threads of a block must find the same, and a fast warp must not change what a slow one still looks at.
     if (__syncthreads_or(useless)) {

@@ -67,6 +67,4 @@ struct Block {
     DEVICE u32* read_cell(u32 r, u32 from) const { return cell32(d, r, p.read + from * CELL_LINE); }
 };
 
-// Slot of rank s's contribution at rank r, if peers have slots.
-DEVICE u32 rank_slot(u32 s, u32 r) { return s < r ? s : s - 1; }
 DEVICE u32 highest(u32 mask) { return 31 - __clz(mask); }

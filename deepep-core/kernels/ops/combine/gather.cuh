@@ -130,10 +130,8 @@ struct Gather {
     }
     // After an abort: lets loads that are under way end.
     DEVICE void drain() {
-        const u64 start = arch::now_ns();
         for (; ended != started; ended++)
-            while (!arch::mbarrier_try_wait(bars + ended % MAX_STAGES, ended / MAX_STAGES & 1))
-                if (arch::now_ns() - start > b.d.timeout_ns) return;
+            if (!let_end(b.d, [&] { return arch::mbarrier_try_wait(bars + ended % MAX_STAGES, ended / MAX_STAGES & 1); })) return;
     }
 
     DEVICE const Vec16* row(u32 slot) const { return (const Vec16*)(pieces + slot * size) + b.lane; }

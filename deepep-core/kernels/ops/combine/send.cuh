@@ -203,11 +203,7 @@ struct Sender {
         for (Returned next; ok && next.take(list);) ok = send_token(next);
         while (ok && tail != head) ok = store_oldest() && settle(code);
         weights.flush();
-        if (loading) {  // after a failure: let the load end
-            const u64 start = arch::now_ns();
-            while (!arch::mbarrier_try_wait(bars + b.lane, phase) && arch::now_ns() - start <= b.d.timeout_ns) {
-            }
-        }
+        if (loading) let_end(b.d, [&] { return arch::mbarrier_try_wait(bars + b.lane, phase); });
         arch::bulk_wait();
         if (ok) publish();
         warp::sync();

@@ -137,11 +137,8 @@ struct Ring {
     }
     // Ends without handing rows on: lets loads that are under way end.
     DEVICE void drain(const Block& b) {
-        for (; tail != head; tail++) {
-            const u64 start = arch::now_ns();
-            while (!arch::mbarrier_try_wait(bars + tail % count, tail / count & 1))
-                if (arch::now_ns() - start > b.d.timeout_ns) return;
-        }
+        for (; tail != head; tail++)
+            if (!let_end(b.d, [&] { return arch::mbarrier_try_wait(bars + tail % count, tail / count & 1); })) return;
     }
 };
 

@@ -9,11 +9,7 @@ DEVICE void write_output(const Block& b, u32 r, u32 index, u32 k, i32 expert, i3
     if (b.p.weights) ((float*)(output + b.p.lane_weight))[at] = weight;
     if (!EXPANDED) {
         const i32 local = dest == (i32)r ? expert - (i32)(r * b.p.local_experts) : -1;
-#if INDEX_BITS == 64
-        ((i64*)(output + b.p.lane_expert))[at] = local;
-#else
-        ((i32*)(output + b.p.lane_expert))[at] = local;
-#endif
+        ((Id*)(output + b.p.lane_expert))[at] = local;
     }
 }
 

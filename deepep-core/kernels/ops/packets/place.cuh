@@ -19,14 +19,14 @@ struct Unit {
     }
     // Token index, if some lane lives here.
     DEVICE u32 index() const { return bits_below(b, b.to_rank + b.me * b.words(), 1, number); }
-    DEVICE void find() {
+    // `index`: where it is needed.
+    DEVICE void find(u32 index) {
         if (EXPANDED) {
             if (dest != (i32)b.me) return;
             const u32 local = (u32)expert - b.me * b.local_experts();
             row = rows_before(b, local) + b.start[local] + (i32)bits_below(b, map_of(b, b.all_experts() ? (u32)expert : local), b.maps(), number);
-        } else if (here) {
-            const i32 at = (i32)index();
-            if (dest == (i32)b.me) row = at;
+        } else if (dest == (i32)b.me) {
+            row = (i32)index;
         }
     }
     // Tables of the handle.
@@ -55,11 +55,7 @@ struct Unit {
         if (EXPANDED || here == 0 || b.lane >= b.lanes()) return;
         const u64 at = (u64)index * b.lanes() + b.lane;
         const i32 local = dest == (i32)b.me ? expert - (i32)(b.me * b.local_experts()) : -1;
-#if INDEX_BITS == 64
-        b.out<i64>(b.p.lane_expert)[at] = local;
-#else
-        b.out<i32>(b.p.lane_expert)[at] = local;
-#endif
+        b.out<Id>(b.p.lane_expert)[at] = local;
     }
     // Weight of lane k in the output.
     DEVICE void write_weight(u32 index, u32 weight) const {
@@ -71,9 +67,9 @@ struct Unit {
 // One item of a warp, at which it has looked before. Whole warp; false after an abort.
 DEVICE bool place(const Block& b, Incoming& in) {
     Unit unit(b, in);
-    unit.find();
+    const u32 index = unit.here && !(EXPANDED && in.row()) ? unit.index() : 0;
+    unit.find(index);
     if (!in.row()) {
-        const u32 index = unit.index();
         if (!b.cached()) unit.write_handle(index);
         unit.write_ids(index);
     }
@@ -88,7 +84,7 @@ DEVICE bool place(const Block& b, Incoming& in) {
                 if (in.waits) store_row(b, to, in.g(), row);
             }
         } else if (in.waits) {
-            unit.write_weight(unit.index(), in.weight());
+            unit.write_weight(index, in.weight());
         }
     }
     // What is not here was not waited for. If it comes all the same, its packets carry this epoch's tag.

@@ -32,7 +32,7 @@ impl Nvcc {
         &self.version
     }
 
-    /// Compiles one source to machine code for one architecture.
+    /// Compiles one source to machine code for one architecture. Says so if registers do not suffice.
     pub(crate) fn compile(
         &self,
         source: &Path,
@@ -41,16 +41,18 @@ impl Nvcc {
         image: &Path,
     ) -> Result<(), String> {
         let mut command = Command::new(&self.path);
-        command.args(["-std=c++17", "-cubin", &format!("-arch={arch}")]);
+        command.args(["-std=c++17", "-cubin", "-Xptxas=-warn-spills", &format!("-arch={arch}")]);
         for folder in include {
             command.arg("-I").arg(folder);
         }
         command.arg("-o").arg(image).arg(source);
         let output = command.output().map_err(|error| format!("{}: {error}", self.path.display()))?;
+        let said = text(&output);
         if output.status.success() {
+            let spills = said.lines().filter(|line| line.starts_with("ptxas warning"));
+            spills.for_each(|line| println!("cargo::warning={arch}, {}: {line}", source.display()));
             return Ok(());
         }
-        let said = text(&output);
         Err(format!(
             "nvcc {} could not compile for {arch} ({}):\n{command:?}\n{said}",
             self.version, output.status

@@ -58,6 +58,7 @@ mod buffer;
 mod collectives;
 mod combine_input;
 mod config;
+mod deadline;
 pub mod device;
 pub mod domain;
 pub mod error;

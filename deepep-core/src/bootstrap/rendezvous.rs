@@ -5,6 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::MAX_CONTRIBUTION;
+use crate::deadline;
 use crate::error::{Error, Result};
 
 /// Why no further round can complete.
@@ -115,7 +116,7 @@ impl Rendezvous {
             return Err(failure);
         }
         let round = state.completed;
-        let deadline = *state.opened.get_or_insert_with(Instant::now) + self.timeout;
+        let deadline = deadline::after(*state.opened.get_or_insert_with(Instant::now), self.timeout);
         state.pending[rank] = Some(Contribution { bytes, remote });
         if state.pending.iter().all(Option::is_some) {
             let all: Vec<_> = state.pending.iter_mut().filter_map(Option::take).collect();
@@ -155,7 +156,7 @@ impl Rendezvous {
     /// Waits until remote ranks have been sent the last result, so that the process may exit. Bounded; a rank that can't be
     /// reached shows up in the next round.
     pub(super) fn wait_delivered(&self) {
-        let deadline = Instant::now() + self.timeout;
+        let deadline = deadline::within(self.timeout);
         let mut state = self.lock();
         while state.undelivered > 0 {
             let left = deadline.saturating_duration_since(Instant::now());

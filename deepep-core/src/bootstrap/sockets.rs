@@ -17,6 +17,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use super::Bootstrap;
 use super::agree::{agree, agree_with};
 use super::frame::{self, Kind, Reader};
+use crate::deadline;
 use crate::error::{Error, Result};
 
 const PHASE: &str = "connecting the ranks of the host";
@@ -39,7 +40,7 @@ pub fn connect_neighbours<B: Bootstrap + ?Sized>(
         agree_with(bootstrap, PHASE, Mailbox::open(), |mailbox| mailbox.address.clone())?;
     let rank = bootstrap.rank();
     let connected = (|| {
-        let deadline = Instant::now() + bootstrap.timeout();
+        let deadline = deadline::within(bootstrap.timeout());
         let mut streams = Vec::with_capacity(neighbours.len());
         for &peer in neighbours {
             let address = addresses

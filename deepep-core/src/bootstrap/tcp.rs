@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use super::frame::{self, Kind, MAX_PAYLOAD, Reader, put_block};
 use super::rendezvous::{Failure, Rendezvous, check_length};
 use super::{Bootstrap, Launch, MAX_CONTRIBUTION};
+use crate::deadline;
 use crate::error::{Error, Result};
 
 const PHASE: &str = "bootstrap";
@@ -90,7 +91,7 @@ impl TcpBootstrap {
 
     fn connect(launch: &Launch, timeout: Duration) -> Result<Self> {
         let address = format!("{}:{}", launch.master_addr, launch.master_port);
-        let deadline = Instant::now() + timeout;
+        let deadline = deadline::within(timeout);
         let mut stream = connect_by(&address, deadline)?;
         let from = format!("the store at {address}");
         let io = |what: &str, e| Error::io(format!("{what} {from}"), e);
@@ -99,7 +100,9 @@ impl TcpBootstrap {
         hello.extend((launch.rank as u64).to_le_bytes());
         hello.extend((launch.world_size as u64).to_le_bytes());
         frame::write(&mut stream, Kind::Hello, &hello).map_err(|e| io("greeting", e))?;
-        stream.set_read_timeout(Some(timeout + GRACE)).map_err(|e| io("setting up the connection to", e))?;
+        stream
+            .set_read_timeout(Some(timeout.saturating_add(GRACE)))
+            .map_err(|e| io("setting up the connection to", e))?;
         match frame::read(&mut stream, MAX_PAYLOAD, &from)? {
             (Kind::Welcome, _) => {}
             (Kind::Failed, payload) => {
@@ -320,7 +323,7 @@ impl Server {
             Err(failure) => (Kind::Failed, encode_failure(&failure)),
         };
         let sent = stream
-            .set_write_timeout(Some(self.meeting.timeout() + GRACE))
+            .set_write_timeout(Some(self.meeting.timeout().saturating_add(GRACE)))
             .and_then(|()| frame::write(stream, kind, &payload));
         self.meeting.delivered();
         sent.is_ok()

@@ -99,6 +99,16 @@ mod tests {
     }
 
     #[test]
+    fn the_longest_timeout_is_one() {
+        let ranks = thread_group(2, Duration::MAX).unwrap();
+        thread::scope(|scope| {
+            for b in ranks {
+                scope.spawn(move || assert_eq!(b.all_gather(&[b.rank() as u8]).unwrap(), [[0], [1]]));
+            }
+        });
+    }
+
+    #[test]
     fn names_the_ranks_that_are_late() {
         let ranks = thread_group(4, Duration::from_millis(50)).unwrap();
         let missing = thread::scope(|scope| {

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::memory::Area;
 use crate::backend::abort::gave_up;
+use crate::deadline;
 use crate::error::{Error, Result};
 use crate::layout::{AbortWord, Operation, Phase};
 
@@ -41,7 +42,7 @@ impl<'a> Waits<'a> {
         epoch: u32,
     ) -> Result<Self> {
         let aborts = areas.iter().map(|area| area.cell64(abort)).collect::<Result<_>>()?;
-        let waits = Self { me, aborts, timeout, deadline: Instant::now() + timeout, operation, epoch };
+        let waits = Self { me, aborts, timeout, deadline: deadline::within(timeout), operation, epoch };
         waits.aborted().map_or(Ok(waits), Err)
     }
 
@@ -141,11 +142,30 @@ impl<'a> Waits<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bootstrap::thread_group;
+    use crate::{BackendKind, Config, ElasticBuffer};
 
     #[test]
     fn epochs_wrap() {
         assert!(reached(5, 5) && reached(6, 5) && !reached(4, 5));
         assert!(reached(1, u32::MAX) && !reached(u32::MAX, 1));
         assert!(reached(0, u32::MAX));
+    }
+
+    #[test]
+    fn the_longest_timeout_is_one() {
+        let ranks = thread_group(2, Duration::MAX).unwrap();
+        thread::scope(|scope| {
+            for bootstrap in ranks {
+                scope.spawn(move || {
+                    let mut config = Config::new(4, 4, 2, 64);
+                    (config.backend, config.timeout) = (BackendKind::Host, Duration::MAX);
+                    let mut buffer = ElasticBuffer::with_config(config).build(bootstrap).unwrap();
+                    buffer.barrier().unwrap();
+                    buffer.synchronize(Duration::MAX).unwrap();
+                    buffer.close().unwrap();
+                });
+            }
+        });
     }
 }

@@ -47,6 +47,12 @@ fn gathers_in_rank_order_many_times() {
 }
 
 #[test]
+fn the_longest_timeout_is_one() {
+    let all = on_ranks(3, Duration::MAX, |b| b.all_gather(&[b.rank() as u8]).unwrap());
+    assert!(all.iter().all(|one| *one == [[0], [1], [2]]), "{all:?}");
+}
+
+#[test]
 fn one_rank_needs_nobody() {
     let (zero, _) = store(1, LONG);
     assert_eq!(zero.all_gather(b"x").unwrap(), [b"x"]);

@@ -34,7 +34,7 @@ class Unreadable(Exception):
 def ours(text):
     """Times from the JSON of `deepep bench`. Wrong and failed results are an error, since a ratio to them says nothing."""
     report = json.loads(text)
-    if report["schema"] != 1:
+    if report["schema"] != 2:
         raise Unreadable(f"schema {report['schema']} of deepep bench is not known here")
     found = {}
     for entry in report["results"]:
@@ -45,7 +45,7 @@ def ours(text):
         if "timed" in outcome and entry["operation"] in OPERATIONS:
             times = outcome["timed"]
             case = Case(setting["tokens"], entry["operation"], setting["dtype"], setting["layout"])
-            host = times["host_us"] and times["host_us"]["p50"]
+            host = times["host_wall_us"] and times["host_wall_us"]["p50"]
             found[case] = Times(times["end_to_end_us"]["p50"], times["chained_us"], host)
     return found
 

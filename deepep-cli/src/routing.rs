@@ -115,6 +115,11 @@ pub struct Group {
     pub topk: usize,
 }
 
+/// The number of experts that is a multiple of `ranks`; one that has none stays, and is more than any buffer takes.
+pub fn padded(experts: usize, ranks: usize) -> usize {
+    experts.checked_next_multiple_of(ranks).unwrap_or(experts)
+}
+
 /// A random generator for one rank and purpose; the same on every machine.
 pub fn generator(seed: u64, rank: usize, purpose: u64) -> Xoshiro256PlusPlus {
     Xoshiro256PlusPlus::seed_from_u64(

@@ -174,7 +174,7 @@ fn finish(mut trace: Trace, experts: Option<usize>, path: &Path) -> Result<Trace
         return Err(TraceError::File { path: path.into(), problem });
     }
     let highest = trace.routing.experts.iter().max().copied().unwrap_or(-1);
-    trace.experts = experts.unwrap_or((highest + 1).max(1) as usize);
+    trace.experts = experts.unwrap_or(usize::try_from(highest).map_or(1, |highest| highest + 1));
     Ok(trace)
 }
 

@@ -72,7 +72,12 @@ fn the_report_is_complete_and_consistent() {
         let t = times.end_to_end_us;
         assert!(t.p10 > 0.0 && t.p10 <= t.p50 && t.p50 <= t.p90, "{entry:?}");
         assert!((times.wire_gb_per_second - times.wire_bytes as f64 / t.p50 / 1e3).abs() < 1e-9);
-        assert!(times.symmetric_bytes > 0 && times.bound_us.is_none() && times.host_us.is_none());
+        assert!(
+            times.symmetric_bytes > 0
+                && times.bound_us.is_none()
+                && times.host_wall_us.is_none()
+                && times.host_cpu_us.is_none()
+        );
     }
     let mut found = Vec::new();
     fields(&value, "", &mut found);
@@ -117,7 +122,8 @@ fn on_gpus() {
         let t = times.end_to_end_us;
         assert!(t.p10 > 1.0 && t.p90 < 1e6 && times.kernel_us.is_some(), "{entry:?}");
         let graph = entry.operation == Operation::Graph;
-        assert_eq!((times.host_us.is_some(), times.chained_us.is_some()), (!graph, !graph), "{entry:?}");
+        assert_eq!((times.host_wall_us.is_some(), times.chained_us.is_some()), (!graph, !graph), "{entry:?}");
+        assert_eq!(times.host_cpu_us.is_some(), !graph, "{entry:?}");
     }
 }
 
@@ -141,6 +147,18 @@ fn pulled_combines_are_timed_where_there_are_some() {
         other => panic!("{other:?}"),
     };
     assert_eq!(bytes(0), bytes(1));
+}
+
+/// Settings in which nothing is timed have no buffers, and an operation that is named twice is timed once.
+#[test]
+fn each_operation_is_timed_once() {
+    let (code, _, report) = json(&["--operations", "combine,combine", "--packets"]);
+    assert_eq!(code, Some(0));
+    assert!(report.method.packets);
+    let note = "packets are for GPUs: the host backend moves rows as it does without them";
+    assert_eq!(report.notes.iter().filter(|found| *found == note).count(), 1, "{:?}", report.notes);
+    let found: Vec<_> = report.results.iter().map(|e| (e.setting.layout, e.setting.dtype)).collect();
+    assert_eq!(found, [(Layout::Plain, Precision::Bf16), (Layout::Expanded, Precision::Bf16)]);
 }
 
 #[test]
@@ -167,28 +185,30 @@ fn bytes_on_the_wire_are_those_of_the_routing() {
 
 #[test]
 fn wrong_results_have_no_times() {
-    for late in [&[][..], &["--plant-late"]] {
-        for threads in [&[][..], &["--threads"]] {
-            let fault = [
-                &["--ranks", "2", "--plant-fault", "1", "--operations", "dispatch,combine,pair"],
-                late,
-                threads,
-            ]
-            .concat();
-            let (code, value, report) = json(&fault);
-            assert_eq!(code, Some(1), "{value:#}");
-            assert!(!report.good());
-            assert!(!report.results.is_empty());
-            for entry in &report.results {
-                assert!(matches!(entry.outcome, Outcome::Wrong(_)), "{entry:?}");
-            }
-            assert!(!value["results"].to_string().contains("_us"), "a time got out: {value:#}");
-            let output = bench(&fault);
-            let out = text(&output.stdout);
-            assert_eq!(output.status.code(), Some(1));
-            assert!(out.lines().last().unwrap().starts_with("not verified: "), "{out}");
-            assert!(out.contains("WRONG") && !out.contains("GB/s  0"), "{out}");
+    let late = &["--plant-late"][..];
+    for (operations, rank, late, threads) in [
+        ("dispatch,combine,pulled,pair", "1", &[][..], &[][..]),
+        ("dispatch,combine,pulled,pair", "1", &[], &["--threads"]),
+        ("dispatch,combine,pulled,pair", "1", late, &[]),
+        ("dispatch,combine,pulled,pair", "1", late, &["--threads"]),
+        ("pulled", "0", late, &[]),
+        ("pulled", "1", &[], &["--threads"]),
+    ] {
+        let fault =
+            [&["--ranks", "2", "--plant-fault", rank, "--operations", operations], late, threads].concat();
+        let (code, value, report) = json(&fault);
+        assert_eq!(code, Some(1), "{value:#}");
+        assert!(!report.good());
+        assert!(!report.results.is_empty());
+        for entry in &report.results {
+            assert!(matches!(entry.outcome, Outcome::Wrong(_)), "{entry:?}");
         }
+        assert!(!value["results"].to_string().contains("_us"), "a time got out: {value:#}");
+        let output = bench(&fault);
+        let out = text(&output.stdout);
+        assert_eq!(output.status.code(), Some(1));
+        assert!(out.lines().last().unwrap().starts_with("not verified: "), "{out}");
+        assert!(out.contains("WRONG") && !out.contains("GB/s  0"), "{out}");
     }
 }
 
@@ -250,13 +270,21 @@ fn what_can_not_work_is_said_before_anything_starts() {
         (&["--shapes", "256,4"], "expected hidden,topk,experts"),
         (&["--routings", "idle:2"], "--routings idle:2: there are 2 ranks"),
         (&["--trace", "/no/such.jsonl"], "reading /no/such.jsonl"),
-        (&["--timeout=-1"], "--timeout -1"),
+        (&["--timeout=-1"], "'-1' for '--timeout <SECONDS>': must be more than 0"),
+        (&["--timeout", "1.8e19"], "at most 86400 seconds"),
+        (&["--iterations", "0"], "'0' for '--iterations <ITERATIONS>'"),
+        (&["--iterations", "18446744073709551615"], "for '--iterations <ITERATIONS>'"),
+        (&["--packets", "--tokens", "8,257"], "T = 257, FP8, plain: --packets: rows travel in packets with"),
+        (&["--packets", "--operations", "combine,pulled"], "leave out --packets"),
+        (&["--early-launch"], "--early-launch: the host backend launches no kernels"),
+        (&["--alignment", "16", "--layouts", "plain"], "--alignment 16: only the expanded layout"),
+        (&["--operations", "pulled", "--layouts", "expanded"], "nothing to time: rows are pulled in"),
         (&["--quick", "--full"], "cannot be used with"),
         (&["--operations", "sing"], "invalid value"),
     ] {
         // A later value of an option can't replace an earlier one: leave out what is repeated.
         let mut arguments: Vec<&str> = SMALL.to_vec();
-        if let Some(at) = arguments.iter().position(|a| *a == more[0]) {
+        while let Some(at) = arguments.iter().position(|a| more.contains(a) && a.starts_with("--")) {
             arguments.drain(at..at + 2);
         }
         arguments.extend(more);
@@ -265,6 +293,14 @@ fn what_can_not_work_is_said_before_anything_starts() {
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {err}");
         assert!(err.contains(expected), "{arguments:?}: {err}");
     }
+    let driver = Command::new(env!("CARGO_BIN_EXE_deepep"))
+        .args(["bench", "--backend", "cuda"])
+        .env("CUDA_VMM_DRIVER", "/no/such/driver.so")
+        .output()
+        .unwrap();
+    assert_eq!(driver.status.code(), Some(2));
+    let err = text(&driver.stderr);
+    assert!(err.contains("/no/such/driver.so"), "the cause: {err}");
     if !Path::new("/dev/nvidiactl").exists() {
         let output =
             Command::new(env!("CARGO_BIN_EXE_deepep")).args(["bench", "--backend", "cuda"]).output().unwrap();

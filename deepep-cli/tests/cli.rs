@@ -111,6 +111,9 @@ fn broken_traces_are_named_by_line() {
     assert!(text(&output.stderr).contains("reading /there/is/no/such.jsonl"));
 }
 
+/// The largest number.
+const MOST: &str = "18446744073709551615";
+
 #[test]
 fn settings_that_can_not_work_are_errors() {
     for (arguments, expected) in [
@@ -122,13 +125,62 @@ fn settings_that_can_not_work_are_errors() {
         (vec!["run", "--routing", "idle:7"], "--routing idle:7: there are 4 ranks"),
         (vec!["run", "--ranks", "9"], "9 is not in 1..=8"),
         (vec!["run", "--pull", "--expanded"], "'--pull' cannot be used with '--expanded"),
-        (vec!["run", "--timeout=-1"], "--timeout -1: "),
+        (vec!["run", "--timeout=-1"], "'-1' for '--timeout <SECONDS>': must be more than 0"),
+        (vec!["run", "--timeout", "0"], "'0' for '--timeout <SECONDS>': must be more than 0"),
+        (vec!["run", "--timeout", "1e19"], "at most 86400 seconds"),
+        (vec!["run", "--rounds", "0"], "'0' for '--rounds <ROUNDS>'"),
+        (vec!["run", "--rounds", MOST], "for '--rounds <ROUNDS>'"),
+        (vec!["run", "--experts", MOST], "experts = 18446744073709551615: must be"),
+        (vec!["run", "--experts", "18446744073709551608"], "experts = 18446744073709551608: must be"),
+        (vec!["run", "--packets", "--tokens", "257"], "--packets: rows travel in packets with at most 256"),
+        (vec!["plan", "--packets"], "here are 1024 tokens and 256 experts"),
+        (vec!["run", "--packets", "--tokens", "1", "--experts", MOST], "--packets: "),
+        (vec!["run", "--packed-scales"], "--packed-scales: BF16 rows have no scales"),
+        (vec!["run", "--column-scales", "--dtype", "fp16"], "--column-scales: F16 rows have no scales"),
+        (vec!["run", "--reduction", "at-source"], "--expanded"),
+        (vec!["run", "--reduction", "at-source", "--pull"], "cannot be used with '--pull'"),
+        (vec!["run", "--zero-padding", "--pull"], "cannot be used with"),
         (vec!["plan", "--expanded", "0"], "expert_alignment = 0"),
     ] {
         let output = deepep(&arguments);
         let err = text(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {err}");
         assert!(err.contains(expected), "{arguments:?}: {err}");
+    }
+}
+
+#[test]
+fn what_is_not_as_asked_is_said() {
+    let at_source = ["--packets", "--expanded", "--reduction", "at-source"];
+    for (more, expected) in [
+        (&["--packets"][..], "packets are for GPUs: the host backend moves rows as it does without them"),
+        (&at_source, "--reduction at-source: those rows come back without packets"),
+    ] {
+        let more = [more, &["--rounds", "1", "--json"]].concat();
+        let value: Value = serde_json::from_str(&verdict(&small(&more))).unwrap();
+        let notes = value["notes"].as_array().unwrap();
+        assert!(notes.iter().any(|note| note == expected), "{more:?}: {notes:?}");
+    }
+}
+
+#[test]
+fn traces_with_numbers_out_of_range_are_errors() {
+    let meta = META.replace("\"num_experts\":6", &format!("\"num_experts\":{MOST}"));
+    let id = i64::MAX.to_string();
+    for (lines, expected) in [
+        ([&meta[..], r#"{"type":"route","topk_ids":[0,5]}"#], "is not in -1..18446744073709551615"),
+        (
+            [r#"{"type":"meta","top_k":2}"#, &format!(r#"{{"type":"route","topk_ids":[0,{id}]}}"#)],
+            "experts = 9223372036854775808: must be",
+        ),
+    ] {
+        let (_folder, path) = trace("t.jsonl", &lines);
+        for command in [&["run", "--ranks", "4"][..], &["bench", "--backend", "host"]] {
+            let output = deepep(&[command, &["--trace", path.to_str().unwrap()]].concat());
+            let err = text(&output.stderr);
+            assert_eq!(output.status.code(), Some(2), "{command:?}: {err}");
+            assert!(err.contains(expected), "{command:?}: {err}");
+        }
     }
 }
 

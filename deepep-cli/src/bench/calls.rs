@@ -29,6 +29,15 @@ struct Set {
     input: Option<CombineInput>,
 }
 
+/// Copies experts' outputs into the heap, and waits until they are there.
+fn copy_in(input: &mut CombineInput, y: &Tensor, clock: &Clock) -> Result<(), RankError> {
+    // SAFETY: the rows are written and given back only after the clock has waited, here and in `give_back`.
+    let copied = input.copy_in(unsafe { y.view()? }, clock.borrow())?;
+    clock.wait("a copy of rows")?;
+    drop(copied);
+    Ok(())
+}
+
 /// A rank's tensors and calls.
 pub(super) struct Calls<'a> {
     job: &'a Job,
@@ -94,7 +103,12 @@ impl<'a> Calls<'a> {
     }
 
     /// For tests of the program: sends rows that are not those of the oracle.
-    pub(super) fn plant(&mut self, buffer: &ElasticBuffer, fault: bool) -> Result<(), RankError> {
+    pub(super) fn plant(
+        &mut self,
+        buffer: &ElasticBuffer,
+        clock: &Clock,
+        fault: bool,
+    ) -> Result<(), RankError> {
         if !fault || self.planted {
             return Ok(());
         }
@@ -103,6 +117,11 @@ impl<'a> Calls<'a> {
             // So much that no rounding of a sum hides it.
             let bytes: Vec<u8> = tensor.read(buffer)?.iter().take(2).map(|byte| byte ^ 0x40).collect();
             tensor.write(&bytes)?;
+        }
+        for set in &mut self.sets {
+            if let (Some(input), Some(y)) = (&mut set.input, &set.y) {
+                copy_in(input, y, clock)?;
+            }
         }
         Ok(())
     }
@@ -139,10 +158,7 @@ impl<'a> Calls<'a> {
             let y = self.memory.matrix(buffer, bytemuck::cast_slice(&y), DType::Bf16, shape)?;
             if buffer.config().combine_inputs > 0 {
                 let mut input = buffer.combine_input()?;
-                // SAFETY: as in `dispatch`.
-                let copied = input.copy_in(unsafe { y.view()? }, clock.borrow())?;
-                clock.wait("a copy of rows")?;
-                drop(copied);
+                copy_in(&mut input, &y, clock)?;
                 self.sets[round].input = Some(input);
             }
             self.sets[round].y = Some(y);
@@ -189,14 +205,16 @@ impl<'a> Calls<'a> {
         handle: &Handle,
         pull: bool,
     ) -> Result<(), RankError> {
-        let Set { y: Some(y), input, .. } = &self.sets[round % Self::ROUNDS] else { return Ok(()) };
+        let set = &self.sets[round % Self::ROUNDS];
+        let y = set.y.as_ref().ok_or(RankError::Unprepared(Operation::Combine))?;
         // SAFETY: as in `dispatch`; the calls that write the sums follow each other on one stream.
         let (y, out) = unsafe { (y.view()?, self.out.view_mut()?) };
-        let y = match input {
-            Some(input) if pull => input.x().first_rows(y.rows()),
-            _ => y,
+        let (y, transfer) = if pull {
+            let input = set.input.as_ref().ok_or(RankError::Unprepared(Operation::Pulled))?;
+            (input.x().first_rows(y.rows()), Transfer::Pull)
+        } else {
+            (y, Transfer::Push)
         };
-        let transfer = if pull { Transfer::Pull } else { Transfer::Push };
         let mut args = CombineArgs::new(y, handle, out).reduction(self.job.reduction).transfer(transfer);
         if let Some(stream) = clock.borrow() {
             args = args.stream(stream);
@@ -215,11 +233,13 @@ impl<'a> Calls<'a> {
     ) -> Result<Option<Dispatched>, RankError> {
         match operation {
             Operation::Dispatch => self.dispatch(buffer, clock, round, None).map(Some),
-            Operation::Cached => self.dispatch(buffer, clock, round, self.handle.as_ref()).map(Some),
+            Operation::Cached => {
+                let handle = self.handle.as_ref().ok_or(RankError::Unprepared(operation))?;
+                self.dispatch(buffer, clock, round, Some(handle)).map(Some)
+            }
             Operation::Combine | Operation::Pulled => {
-                if let Some(handle) = self.handle.clone() {
-                    self.combine(buffer, clock, round, &handle, operation == Operation::Pulled)?;
-                }
+                let handle = self.handle.clone().ok_or(RankError::Unprepared(operation))?;
+                self.combine(buffer, clock, round, &handle, operation == Operation::Pulled)?;
                 Ok(None)
             }
             Operation::Pair | Operation::Graph => {
@@ -322,7 +342,8 @@ impl<'a> Calls<'a> {
                 })?;
                 samples.chained.push(sample.total / calls as f64);
                 // Chains are short enough for the driver's queue of launches: the host never waits for a place in it.
-                samples.host.extend(sample.host.map(|host| host / calls as f64));
+                samples.host_wall.extend(sample.host.map(|host| host.wall / calls as f64));
+                samples.host_cpu.extend(sample.host.map(|host| host.cpu / calls as f64));
             }
         }
         self.compare(buffer, operation, left.as_ref(), last)?;
@@ -387,5 +408,44 @@ impl<'a> Calls<'a> {
                 (tokens_in * dispatch + tokens_out * combine, tokens_out * dispatch + tokens_in * combine)
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use deepep_core::BackendKind;
+    use deepep_core::bootstrap::thread_group;
+
+    use super::*;
+    use crate::inputs::Values;
+    use crate::job::Source;
+    use crate::routing::{Group, Pattern};
+
+    #[test]
+    fn what_has_nothing_to_call_with_is_not_timed() {
+        let limit = Duration::from_secs(20);
+        let values = Values { seed: 1, dtype: DType::Bf16, hidden: 64 };
+        let group = Group { ranks: 1, experts: 4, topk: 2 };
+        let mut job = Job::new(group, Source::Pattern(Pattern::Uniform, 3), 3, values);
+        (job.exact, job.biases, job.backend) = (false, 0, BackendKind::Host);
+        let bootstrap = thread_group(1, limit).unwrap().remove(0);
+        let mut buffer = ElasticBuffer::with_config(job.config()).build(bootstrap).unwrap();
+        let clock = Clock::new(&buffer, limit).unwrap();
+        let mut calls = Calls::new(&job, &buffer).unwrap();
+        for operation in [Operation::Cached, Operation::Combine, Operation::Pulled, Operation::Pair] {
+            let error = calls.time(&mut buffer, &clock, operation, 1, false).unwrap_err();
+            assert!(matches!(error, RankError::Unprepared(_)), "{operation}: {error}");
+        }
+        calls.prepare(&mut buffer, &clock).unwrap();
+        for operation in [Operation::Cached, Operation::Combine, Operation::Pair] {
+            assert!(calls.check(&mut buffer, &clock, operation).unwrap());
+            assert_eq!(calls.time(&mut buffer, &clock, operation, 2, false).unwrap().single.len(), 2);
+        }
+        // This buffer has no room for rows that are pulled.
+        let error = calls.check(&mut buffer, &clock, Operation::Pulled).unwrap_err();
+        assert!(matches!(error, RankError::Unprepared(Operation::Pulled)), "{error}");
+        calls.give_back(&clock);
     }
 }

@@ -32,8 +32,17 @@ pub(super) struct Device {
 pub(super) struct Sample {
     /// From event to event.
     pub(super) total: f64,
-    /// What all calls took of the calling thread's CPU time; none if a call has run when it returns.
-    pub(super) host: Option<f64>,
+    /// What all calls took on the host; none if a call has run when it returns.
+    pub(super) host: Option<Host>,
+}
+
+/// What calls took on the host until the last one had returned, in microseconds.
+#[derive(Clone, Copy)]
+pub(super) struct Host {
+    /// On the wall's clock.
+    pub(super) wall: f64,
+    /// Of the calling thread's CPU time.
+    pub(super) cpu: f64,
 }
 
 impl Clock {
@@ -93,9 +102,10 @@ impl Clock {
                 }
                 buffer.barrier_on(Some(device.stream.borrow()), None)?;
                 device.start.record(&device.stream)?;
-                let start = thread_time();
+                let (wall, cpu) = (Instant::now(), thread_time());
                 (0..calls).try_for_each(|i| call(buffer, i))?;
-                let host = Some((thread_time() - start).as_secs_f64() * 1e6);
+                let host =
+                    Some(Host { cpu: (thread_time() - cpu).as_secs_f64() * 1e6, wall: microseconds(wall) });
                 device.stop.record(&device.stream)?;
                 device.stream.wait(device.timeout, || "a timed call".into())?;
                 Ok(Sample { total: device.stop.microseconds_since(&device.start)?, host })
@@ -112,7 +122,7 @@ impl Drop for Device {
 }
 
 /// What the calling thread has used of a CPU. Reading it takes about as long as enqueuing an event does: not between calls.
-fn thread_time() -> Duration {
+pub fn thread_time() -> Duration {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     Duration::new(now.tv_sec.unsigned_abs(), u32::try_from(now.tv_nsec).unwrap_or(0))
 }
@@ -134,9 +144,11 @@ mod tests {
             wall.elapsed() >= Duration::from_millis(50) && slept < Duration::from_millis(25),
             "{slept:?}"
         );
-        let start = thread_time();
-        while thread_time() - start < Duration::from_millis(5) {
+        let (wall, start) = (Instant::now(), thread_time());
+        while thread_time() - start < Duration::from_millis(5) && wall.elapsed() < Duration::from_secs(20) {
             std::hint::spin_loop();
         }
+        let worked = thread_time() - start;
+        assert!(worked >= Duration::from_millis(5), "{worked:?} in {:?}", wall.elapsed());
     }
 }

@@ -37,6 +37,8 @@ pub struct Run {
     pub backend: BackendKind,
     /// Launches kernels while the one before them still runs, else as the library chooses.
     pub early_launch: bool,
+    /// Rows travel in packets.
+    pub packets: bool,
     /// What [`Routes::Trace`] replays.
     pub trace: Option<Arc<Trace>>,
     /// For tests of this very program: what one rank does wrong.
@@ -62,6 +64,9 @@ pub enum RankError {
     /// The device.
     #[error(transparent)]
     Gpu(#[from] GpuError),
+    /// There is nothing to call with: the first dispatches have not left what an operation needs.
+    #[error("{0}: the first dispatch has left nothing to call it with")]
+    Unprepared(Operation),
 }
 
 impl From<Error> for RankError {
@@ -98,6 +103,15 @@ impl Run {
         self.operations.iter().copied().filter(|&o| possible(o)).collect()
     }
 
+    /// Sections without the settings that have nothing to time.
+    pub fn with_operations(&self, sections: Vec<Vec<Setting>>) -> Vec<Vec<Setting>> {
+        let timed = |section: Vec<Setting>| {
+            let some = |setting: &&Setting| !self.operations_of(setting, &section).is_empty();
+            section.iter().filter(some).copied().collect()
+        };
+        sections.into_iter().map(timed).filter(|section: &Vec<Setting>| !section.is_empty()).collect()
+    }
+
     /// A setting as a job for this many ranks.
     ///
     /// # Errors
@@ -123,6 +137,8 @@ impl Run {
         (job.exact, job.biases, job.timeout, job.backend) = (false, 0, self.timeout, self.backend);
         job.multiprocessors = setting.sms;
         job.early_launch = self.early_launch.then_some(true);
+        job.packets = self.packets;
+        job.check_packets()?;
         Ok(job)
     }
 
@@ -189,7 +205,7 @@ impl Run {
                 Ok(false) => Part::Skipped("the host backend has no graphs".into()),
                 Ok(true) => {
                     let timed = calls
-                        .plant(&buffer, fault.is_some())
+                        .plant(&buffer, &clock, fault.is_some())
                         .and_then(|()| calls.time(&mut buffer, &clock, operation, self.iterations, flush));
                     match self.agree(bootstrap, timed) {
                         Ok(samples) => Part::Timed(samples),
@@ -221,7 +237,7 @@ impl Run {
         let clock = Clock::new(buffer, self.timeout)?;
         let mut calls = Calls::new(job, buffer)?;
         let prepared = calls
-            .plant(buffer, fault.is_some_and(|fault| !fault.late))
+            .plant(buffer, &clock, fault.is_some_and(|fault| !fault.late))
             .and_then(|()| calls.prepare(buffer, &clock));
         match prepared {
             Ok(()) => Ok((calls, clock)),

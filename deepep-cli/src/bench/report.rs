@@ -8,7 +8,7 @@ use super::plan::{Operation, Setting};
 use super::stats::{Quantiles, median, slowest};
 
 /// Version of the form of [`Report`].
-pub const SCHEMA: u32 = 1;
+pub const SCHEMA: u32 = 2;
 
 /// Drift of a ceiling, in percent, from which on it is reported.
 pub const DRIFT_LIMIT: f64 = 2.0;
@@ -53,6 +53,12 @@ pub struct Method {
     pub iterations: usize,
     /// Tokens from which on L2 is emptied before each call.
     pub flush_from_tokens: usize,
+    /// Alignment of experts' first rows in the expanded layout.
+    pub alignment: usize,
+    /// Whether kernels are launched while the one before them in the stream still runs.
+    pub early_launch: bool,
+    /// Whether rows travel in packets; only where they can, which the host backend can't.
+    pub packets: bool,
     /// Seed of all generated data.
     pub seed: u64,
 }
@@ -91,19 +97,21 @@ pub struct Times {
     pub end_to_end_us: Quantiles,
     /// The same median without what an empty kernel takes between two events.
     pub kernel_us: Option<f64>,
-    /// CPU time of the thread that makes a call, on the slowest rank.
-    pub host_us: Option<Quantiles>,
+    /// Time until a call returns, in a chain of calls, on the slowest rank.
+    pub host_wall_us: Option<Quantiles>,
+    /// What such a call takes of its thread's CPU time, on the slowest rank.
+    pub host_cpu_us: Option<Quantiles>,
     /// A call in a chain of calls, on the slowest rank.
     pub chained_us: Option<f64>,
     /// Bytes of rows and scales that cross the busiest link, in the busier direction.
     pub wire_bytes: u64,
     /// These over the median.
     pub wire_gb_per_second: f64,
-    /// That over the best rate of stores to peers in this run.
-    pub of_stores: Option<f64>,
+    /// That over the best rate that multiprocessors reach in this run: of stores to peers, or of reads from peers if rows are pulled.
+    pub of_link: Option<f64>,
     /// That over the rate of the copy engines in this run.
     pub of_copy_engine: Option<f64>,
-    /// The least possible: these bytes at the best rate of stores.
+    /// The least possible: these bytes at that rate.
     pub bound_us: Option<f64>,
     /// The median over the bound.
     pub times_bound: Option<f64>,
@@ -116,8 +124,10 @@ pub struct Times {
 pub struct Samples {
     /// Each call alone, from event to event.
     pub single: Vec<f64>,
+    /// Mean time until a call returns in each chain.
+    pub host_wall: Vec<f64>,
     /// Mean CPU time of a call in each chain.
-    pub host: Vec<f64>,
+    pub host_cpu: Vec<f64>,
     /// Mean time of a call in each chain.
     pub chained: Vec<f64>,
     /// Bytes that come from peers.
@@ -144,7 +154,7 @@ pub enum Part {
 
 impl Outcome {
     /// From all ranks' parts: times only if all ranks have them.
-    pub fn of(ranks: &[Part], ceilings: &[Ceiling], shared_devices: bool) -> Self {
+    pub fn of(operation: Operation, ranks: &[Part], ceilings: &[Ceiling], shared_devices: bool) -> Self {
         // A difference names the rank that found it.
         let wrong = ranks.iter().find_map(|p| if let Part::Wrong(what) = p { Some(what) } else { None });
         if let Some(what) = wrong {
@@ -165,7 +175,7 @@ impl Outcome {
         }
         let samples: Vec<&Samples> =
             ranks.iter().filter_map(|p| if let Part::Timed(s) = p { Some(s) } else { None }).collect();
-        match Times::of(&samples, ceilings, shared_devices) {
+        match Times::of(operation, &samples, ceilings, shared_devices) {
             Some(times) => Self::Timed(times),
             None => Self::Failed("no rank has timed anything".into()),
         }
@@ -173,7 +183,12 @@ impl Outcome {
 }
 
 impl Times {
-    fn of(ranks: &[&Samples], ceilings: &[Ceiling], shared_devices: bool) -> Option<Self> {
+    fn of(
+        operation: Operation,
+        ranks: &[&Samples],
+        ceilings: &[Ceiling],
+        shared_devices: bool,
+    ) -> Option<Self> {
         let all = |pick: fn(&Samples) -> &Vec<f64>| ranks.iter().map(|s| pick(s).clone()).collect::<Vec<_>>();
         let end_to_end = Quantiles::of(&slowest(&all(|s| &s.single)))?;
         let wire_bytes = ranks.iter().map(|s| s.bytes_in.max(s.bytes_out)).max()?;
@@ -183,17 +198,21 @@ impl Times {
             let rates = kinds.iter().filter_map(|&kind| best(ceilings, kind));
             rates.max_by(f64::total_cmp).filter(|_| !shared_devices && wire_bytes > 0)
         };
-        let stores = of(&[Kind::Stores, Kind::BulkStores]);
-        let bound = stores.map(|rate| wire_bytes as f64 / rate / 1e3);
+        let link = match operation {
+            Operation::Pulled => of(&[Kind::BulkReads]),
+            _ => of(&[Kind::Stores, Kind::BulkStores]),
+        };
+        let bound = link.map(|rate| wire_bytes as f64 / rate / 1e3);
         let chained = slowest(&all(|s| &s.chained));
         Some(Self {
             end_to_end_us: end_to_end,
             kernel_us: best(ceilings, Kind::Launch).map(|floor| (end_to_end.p50 - floor).max(0.0)),
-            host_us: Quantiles::of(&slowest(&all(|s| &s.host))),
+            host_wall_us: Quantiles::of(&slowest(&all(|s| &s.host_wall))),
+            host_cpu_us: Quantiles::of(&slowest(&all(|s| &s.host_cpu))),
             chained_us: (!chained.is_empty()).then(|| median(&chained)),
             wire_bytes,
             wire_gb_per_second: rate,
-            of_stores: stores.map(|most| rate / most),
+            of_link: link.map(|most| rate / most),
             of_copy_engine: of(&[Kind::CopyEngine]).map(|most| rate / most),
             bound_us: bound,
             times_bound: bound.map(|bound| end_to_end.p50 / bound),
@@ -236,7 +255,8 @@ mod tests {
     fn samples(single: &[f64], bytes_in: u64) -> Part {
         Part::Timed(Samples {
             single: single.to_vec(),
-            host: vec![3.0; single.len()],
+            host_wall: vec![5.0; single.len()],
+            host_cpu: vec![3.0; single.len()],
             chained: vec![],
             bytes_in,
             bytes_out: 1000,
@@ -251,17 +271,30 @@ mod tests {
     #[test]
     fn times_are_those_of_the_slowest_rank_and_the_busiest_link() {
         let ranks = [samples(&[10.0, 20.0, 30.0], 36_700), samples(&[11.0, 19.0, 31.0], 500)];
-        let ceilings =
-            [ceiling(Kind::BulkStores, 3.67), ceiling(Kind::CopyEngine, 4.0), ceiling(Kind::Launch, 4.5)];
-        let Outcome::Timed(times) = Outcome::of(&ranks, &ceilings, false) else { panic!() };
+        let ceilings = [
+            (Kind::BulkStores, 3.67),
+            (Kind::BulkReads, 1.835),
+            (Kind::CopyEngine, 4.0),
+            (Kind::Launch, 4.5),
+        ]
+        .map(|(kind, value)| ceiling(kind, value));
+        let of = |operation, shared| Outcome::of(operation, &ranks, &ceilings, shared);
+        let Outcome::Timed(times) = of(Operation::Dispatch, false) else { panic!() };
         assert_eq!(times.end_to_end_us, Quantiles { p10: 11.0, p50: 20.0, p90: 31.0 });
         assert_eq!((times.kernel_us, times.chained_us, times.wire_bytes), (Some(15.5), None, 36_700));
         assert!((times.wire_gb_per_second - 1.835).abs() < 1e-9);
-        assert!((times.of_stores.unwrap() - 0.5).abs() < 1e-9);
+        assert!((times.of_link.unwrap() - 0.5).abs() < 1e-9);
         assert!((times.bound_us.unwrap() - 10.0).abs() < 1e-9);
         assert!((times.times_bound.unwrap() - 2.0).abs() < 1e-9);
-        let Outcome::Timed(times) = Outcome::of(&ranks, &ceilings, true) else { panic!() };
-        assert_eq!((times.bound_us, times.of_stores), (None, None));
+        let host = [times.host_wall_us, times.host_cpu_us].map(|host| host.map(|host| host.p50));
+        assert_eq!(host, [Some(5.0), Some(3.0)]);
+        // Rows that are pulled are read.
+        let Outcome::Timed(pulled) = of(Operation::Pulled, false) else { panic!() };
+        assert!((pulled.of_link.unwrap() - 1.0).abs() < 1e-9);
+        assert!((pulled.bound_us.unwrap() - 20.0).abs() < 1e-9);
+        assert_eq!(pulled.of_copy_engine, times.of_copy_engine);
+        let Outcome::Timed(times) = of(Operation::Dispatch, true) else { panic!() };
+        assert_eq!((times.bound_us, times.of_link), (None, None));
     }
 
     /// Names of all fields: `a.b` for b inside of a, `[]` for lists.
@@ -296,11 +329,12 @@ mod tests {
         let times = Times {
             end_to_end_us: quantiles,
             kernel_us: Some(1.0),
-            host_us: Some(quantiles),
+            host_wall_us: Some(quantiles),
+            host_cpu_us: Some(quantiles),
             chained_us: Some(1.0),
             wire_bytes: 1,
             wire_gb_per_second: 1.0,
-            of_stores: Some(0.5),
+            of_link: Some(0.5),
             of_copy_engine: Some(0.5),
             bound_us: Some(1.0),
             times_bound: Some(2.0),
@@ -328,6 +362,9 @@ mod tests {
                 processes: true,
                 iterations: 1,
                 flush_from_tokens: 512,
+                alignment: 1,
+                early_launch: true,
+                packets: true,
                 seed: 1,
             },
             notes: vec![text()],
@@ -355,7 +392,7 @@ mod tests {
         let right = samples(&[1.0], 1);
         let wrong = Part::Wrong("row 3".into());
         let failed = Part::Failed("no memory".into());
-        let of = |parts: &[Part]| Outcome::of(parts, &[], false);
+        let of = |parts: &[Part]| Outcome::of(Operation::Dispatch, parts, &[], false);
         assert_eq!(of(&[right.clone(), wrong.clone()]), Outcome::Wrong("row 3".into()));
         assert_eq!(of(&[failed.clone(), wrong]), Outcome::Wrong("row 3".into()));
         assert_eq!(of(&[failed, right.clone()]), Outcome::Failed("rank 0: no memory".into()));

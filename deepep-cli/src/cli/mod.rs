@@ -7,6 +7,7 @@ mod plan;
 mod rank;
 mod run;
 mod settings;
+mod values;
 mod workers;
 
 use std::process::ExitCode;

@@ -93,7 +93,7 @@ fn rounds_of(
     let routings = job.routings();
     let part = Rank::new(job, &routings, rank);
     let mut reports = Vec::new();
-    for round in 0..rounds.max(1) {
+    for round in 0..rounds {
         reports.push(part.run(&mut buffer)?);
         progress(round + 1);
     }

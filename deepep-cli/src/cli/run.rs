@@ -19,8 +19,8 @@ pub(super) struct Arguments {
     #[command(flatten)]
     settings: Settings,
     /// Rounds; every one is verified
-    #[arg(long, default_value_t = 3)]
-    rounds: usize,
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
     /// Ranks are threads of one process instead of processes
     #[arg(long)]
     threads: bool,
@@ -37,7 +37,7 @@ pub(super) struct Arguments {
 
 pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     let (job, mut notes) = arguments.settings.job()?;
-    let rounds = arguments.rounds.max(1);
+    let rounds = arguments.rounds as usize;
     if let Some(rank) = arguments.as_rank {
         let (ranks, port, timeout) = (job.group.ranks, arguments.store_port, job.timeout);
         let seat = workers::Seat { rank, ranks, port, timeout };
@@ -46,7 +46,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         return Ok(if outcome.good() { ExitCode::SUCCESS } else { ExitCode::FAILURE });
     }
     // Errors that every rank would report are reported once, here.
-    job.backend.resolve()?;
+    notes.extend(job.packets_note(job.backend.resolve()?));
     notes.extend(rank::why_emulated(job.backend).map(|why| format!("ranks are emulated on CPUs: {why}")));
     let plan = job.config().plan(job.group.ranks)?;
     if !arguments.json {

@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use cuda_vmm::Cuda;
 use deepep_cli::inputs::Values;
 use deepep_cli::job::{Job, Source};
-use deepep_cli::routing::{Group, Pattern};
+use deepep_cli::routing::{Group, Pattern, padded};
 use deepep_cli::trace::Trace;
 use deepep_core::device;
 use deepep_core::layout::{IndexWidth, ScaleOrder};
@@ -16,6 +16,7 @@ use deepep_core::tensor::DType;
 use deepep_core::{BackendKind, Reduction};
 
 use super::Failure;
+use super::values::timeout;
 
 /// Element type of dispatched rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -94,7 +95,7 @@ pub(super) struct Settings {
     #[arg(long, value_name = "ALIGNMENT", num_args = 0..=1, default_missing_value = "128")]
     expanded: Option<usize>,
     /// Where expanded rows of a token are added up
-    #[arg(long, value_enum, default_value = "at-experts")]
+    #[arg(long, value_enum, default_value = "at-experts", requires = "expanded")]
     reduction: ReductionChoice,
     /// How tokens choose experts: `uniform`, `zipf[:exponent]`, `hot`, `masked[:fraction]`, `idle[:rank]` or `local`
     #[arg(long, default_value = "uniform", conflicts_with = "trace")]
@@ -120,11 +121,11 @@ pub(super) struct Settings {
     /// Dispatch a second time along the same routes
     #[arg(long)]
     cached: bool,
-    /// On GPUs: rows of small batches (at most 256 tokens of a rank) travel in packets
+    /// On GPUs: rows travel in packets; for small batches (at most 256 tokens of a rank)
     #[arg(long)]
     packets: bool,
     /// Experts' outputs lie in the symmetric heap, and other ranks read them there
-    #[arg(long, conflicts_with_all = ["expanded", "packets"])]
+    #[arg(long, conflicts_with_all = ["expanded", "packets", "reduction", "zero_padding"])]
     pull: bool,
     /// Zero the alignment gaps of the expanded layout
     #[arg(long, requires = "expanded")]
@@ -139,8 +140,8 @@ pub(super) struct Settings {
     #[arg(long)]
     column_scales: bool,
     /// Seconds that a rank waits for another
-    #[arg(long, default_value_t = 60.0, value_name = "SECONDS")]
-    timeout: f64,
+    #[arg(long, default_value = "60", value_name = "SECONDS", value_parser = timeout)]
+    timeout: Duration,
     /// Which processors
     #[arg(long, value_enum, default_value = "auto")]
     backend: BackendChoice,
@@ -178,7 +179,7 @@ impl Settings {
                 format!("--experts {wanted}: the trace has {}", recorded.map_or(0, |t| t.experts)).into()
             );
         }
-        let experts = wanted.next_multiple_of(ranks);
+        let experts = padded(wanted, ranks);
         if experts != wanted {
             if self.experts.is_some() {
                 return Err(format!("--experts {wanted}: must be a multiple of the {ranks} ranks").into());
@@ -226,9 +227,16 @@ impl Settings {
         job.cached = self.cached;
         job.packets = self.packets;
         job.pull = self.pull;
-        job.timeout = Duration::try_from_secs_f64(self.timeout)
-            .map_err(|e| format!("--timeout {}: {e}", self.timeout))?;
+        job.timeout = self.timeout;
         job.backend = self.backend.kind();
+        job.check_packets()?;
+        if self.packets && job.expanded.is_some() && job.reduction == Reduction::AtSource {
+            notes.push("--reduction at-source: those rows come back without packets".into());
+        }
+        if job.values.scales() == 0 && (self.packed_scales || self.column_scales) {
+            let option = if self.packed_scales { "--packed-scales" } else { "--column-scales" };
+            return Err(format!("{option}: {dtype} rows have no scales, --dtype fp8 has").into());
+        }
         Ok((job, notes))
     }
 }

@@ -68,7 +68,8 @@ pub struct PacketLayout {
 impl PacketLayout {
     /// Whether dispatches of this size can travel in packets.
     pub const fn possible(ranks: usize, max_tokens: usize, experts: usize) -> bool {
-        max_tokens <= MAX_PACKET_TOKENS && experts * (ranks * max_tokens).div_ceil(32) * 4 <= MAX_MAP_BYTES
+        max_tokens <= MAX_PACKET_TOKENS
+            && experts.saturating_mul((ranks * max_tokens).div_ceil(32) * 4) <= MAX_MAP_BYTES
     }
 
     /// Layout from `cursor` on, for the largest of these shapes, which have the same ranks and max_tokens.

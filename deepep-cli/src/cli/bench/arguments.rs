@@ -8,12 +8,14 @@ use clap::{Args, ValueEnum};
 use deepep_cli::bench::ceilings::Extent;
 use deepep_cli::bench::plan::{Layout, Operation, Precision, Selection, Setting, Shape};
 use deepep_cli::bench::rank::{Fault, Run};
-use deepep_cli::routing::Pattern;
+use deepep_cli::routing::{Pattern, padded};
 use deepep_cli::trace::Trace;
 use deepep_core::BackendKind;
+use deepep_core::layout::MAX_PACKET_TOKENS;
 
 use super::super::Failure;
 use super::super::settings::BackendChoice;
+use super::super::values::timeout;
 use super::devices::Devices;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -107,14 +109,17 @@ pub(in super::super) struct Arguments {
     #[arg(long, default_value_t = 1)]
     alignment: usize,
     /// Timed calls of each operation [default: 31, or 11 with --quick]
-    #[arg(long)]
-    iterations: Option<usize>,
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    iterations: Option<u32>,
     /// Tokens from which on L2 is emptied before each call
     #[arg(long, default_value_t = 512, value_name = "T")]
     flush_from: usize,
     /// Launch kernels while the one before them in the stream still runs; only where each rank has a GPU for itself
     #[arg(long)]
     early_launch: bool,
+    /// On GPUs: rows travel in packets; for small batches (at most 256 tokens of a rank)
+    #[arg(long)]
+    packets: bool,
     /// Leave out the ceilings
     #[arg(long)]
     no_ceilings: bool,
@@ -125,8 +130,8 @@ pub(in super::super) struct Arguments {
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Seconds that a rank waits for another
-    #[arg(long, default_value_t = 60.0, value_name = "SECONDS")]
-    timeout: f64,
+    #[arg(long, default_value = "60", value_name = "SECONDS", value_parser = timeout)]
+    timeout: Duration,
     /// Which processors
     #[arg(long, value_enum, default_value = "auto")]
     backend: BackendChoice,
@@ -198,32 +203,59 @@ impl Arguments {
                 devices.usable()
             ));
         }
+        if self.early_launch && !cuda {
+            return Err("--early-launch: the host backend launches no kernels".into());
+        }
+        if self.early_launch && shared {
+            let problem = "ranks that share a GPU would keep each other's early kernels out";
+            return Err(
+                format!("--early-launch: {problem}: {ranks} ranks, {} GPU(s)", devices.usable()).into()
+            );
+        }
         if self.early_launch {
             notes.push("kernels are launched while the one before them in the stream still runs".into());
+        }
+        if self.alignment != 1 && !self.layouts.contains(&LayoutChoice::Expanded) {
+            return Err(format!("--alignment {}: only the expanded layout has gaps", self.alignment).into());
+        }
+        if self.packets && self.operations.contains(&OperationChoice::Pulled) {
+            return Err("--operations pulled: rows that travel in packets can't be read where they are; leave out --packets".into());
         }
         let trace =
             self.trace.as_deref().map(|path| Trace::read(path, self.layer)).transpose()?.map(Arc::new);
         let selection = self.selection(cuda, trace.as_deref(), ranks, &mut notes)?;
-        let sections = if self.ceilings_only { Vec::new() } else { selection.sections() };
-        let iterations = self.iterations.unwrap_or(if self.quick { 11 } else { 31 }).max(1);
+        let mut operations = Vec::new();
+        for operation in self.operations.iter().map(|o| o.operation()) {
+            if !operations.contains(&operation) {
+                operations.push(operation);
+            }
+        }
         let run = Run {
-            operations: self.operations.iter().map(|o| o.operation()).collect(),
-            iterations,
+            operations,
+            iterations: self.iterations.unwrap_or(if self.quick { 11 } else { 31 }) as usize,
             flush_from_tokens: self.flush_from,
             alignment: self.alignment,
             seed: self.seed,
-            timeout: Duration::try_from_secs_f64(self.timeout)
-                .map_err(|e| format!("--timeout {}: {e}", self.timeout))?,
+            timeout: self.timeout,
             backend: if cuda { BackendKind::Cuda } else { BackendKind::Host },
             early_launch: self.early_launch,
+            packets: self.packets,
             trace,
             fault: self.plant_fault.map(|rank| Fault { rank, late: self.plant_late }),
         };
+        let sections =
+            if self.ceilings_only { Vec::new() } else { run.with_operations(selection.sections()) };
+        if sections.is_empty() && !self.ceilings_only {
+            return Err("nothing to time: rows are pulled in the plain layout only".into());
+        }
+        let mut packets_note = None;
         // What can't work is said once, here, before anything starts.
         for setting in sections.iter().flatten() {
             let job = run.job(setting, ranks).map_err(|problem| format!("{setting}: {problem}"))?;
             job.config().plan(ranks).map_err(|problem| format!("{setting}: {problem}"))?;
+            packets_note = job.packets_note(run.backend);
         }
+        notes.extend(packets_note);
         let sms = if self.quick { vec![8, 32] } else { vec![4, 8, 16, 24, 32, 64] };
         let samples = if self.quick { 5 } else { 9 };
         Ok(Plan {
@@ -257,6 +289,8 @@ impl Arguments {
             (false, false) => &[1, 16, 128],
             (false, true) => &[16],
         };
+        let default_tokens =
+            if self.packets { &[1, 8, 32, 128, MAX_PACKET_TOKENS][..] } else { default_tokens };
         let tokens = or(&self.tokens, default_tokens);
         let default_sms: &[usize] = if self.full && cuda { &[0, 4, 8, 16, 24, 32, 64, 132] } else { &[0] };
         let sms = or(&self.sms, default_sms);
@@ -275,7 +309,7 @@ impl Arguments {
         let focus: Vec<usize> = tokens.iter().copied().filter(|t| [128, 4096].contains(t)).collect();
         let focus = if focus.is_empty() { tokens.iter().copied().max().into_iter().collect() } else { focus };
         let trace = trace.map(|trace| {
-            let experts = trace.experts.next_multiple_of(ranks);
+            let experts = padded(trace.experts, ranks);
             if experts != trace.experts {
                 let had = trace.experts;
                 notes.push(format!(

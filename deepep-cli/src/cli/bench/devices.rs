@@ -16,7 +16,7 @@ impl Devices {
         let none = |cuda, why| Self { cuda, ordinals: Vec::new(), why };
         let cuda = match Cuda::get() {
             Ok(cuda) => cuda,
-            Err(_) => return none(None, "no CUDA driver on this machine".into()),
+            Err(error) => return none(None, error.to_string()),
         };
         let ordinals: Vec<i32> = match device::usable(cuda) {
             Ok(devices) => devices.iter().map(Device::ordinal).collect(),

@@ -137,7 +137,7 @@ fn measure_section(
                 Err(why) => Part::Failed(why.clone()),
             };
             let of_ranks: Vec<Part> = parts.iter().map(of_rank).collect();
-            let outcome = Outcome::of(&of_ranks, ceilings, shared);
+            let outcome = Outcome::of(operation, &of_ranks, ceilings, shared);
             entries.push(Entry { setting: *setting, operation, outcome });
             at += 1;
         }
@@ -153,6 +153,9 @@ fn method(plan: &Plan, devices: usize) -> Method {
         processes: !plan.threads,
         iterations: plan.run.iterations,
         flush_from_tokens: plan.run.flush_from_tokens,
+        alignment: plan.run.alignment,
+        early_launch: plan.run.early_launch,
+        packets: plan.run.packets,
         seed: plan.run.seed,
     }
 }

@@ -9,6 +9,7 @@ pub mod inputs;
 pub mod job;
 pub mod oracle;
 mod parallel;
+pub mod process;
 pub mod routing;
 pub mod tensors;
 pub mod trace;

@@ -239,9 +239,17 @@ fn files_are_written() {
     assert_eq!(report.results[0].setting.layout, Layout::Plain);
     let drawn = std::fs::read_to_string(&svg).unwrap();
     assert!(drawn.starts_with("<svg ") && drawn.contains("FP8 expanded"), "{drawn}");
-    let output = bench(&["--json", "/no/such/folder/run.json"]);
-    assert_eq!(output.status.code(), Some(2));
-    assert!(text(&output.stderr).contains("writing /no/such/folder/run.json: "), "{}", text(&output.stderr));
+    for option in ["--json", "--svg"] {
+        let output = bench(&[option, "/no/such/folder/run"]);
+        assert_eq!(output.status.code(), Some(2));
+        let err = text(&output.stderr);
+        assert!(err.contains("writing /no/such/folder/run: "), "{err}");
+        assert!(output.stdout.is_empty(), "nothing has started: {}", text(&output.stdout));
+    }
+    // A run that can't start leaves what is in a file.
+    let before = std::fs::read(&json).unwrap();
+    let output = bench(&["--json", &json, "--svg", "/no/such/folder/run"]);
+    assert_eq!((output.status.code(), std::fs::read(&json).unwrap()), (Some(2), before));
 }
 
 #[test]

@@ -1,12 +1,17 @@
 //! Where a run takes place: devices, clocks, versions.
 
 use std::process::Command;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use cuda_vmm::sys::CUdevice_attribute;
 use cuda_vmm::{Cuda, Device};
 use deepep_core::jit::Compiler;
 use serde::{Deserialize, Serialize};
+
+use crate::process::short_output;
+
+/// The longest that `nvidia-smi` is waited for; without persistence mode it starts the driver first.
+const NVIDIA_SMI: Duration = Duration::from_secs(20);
 
 /// The machine and the software on it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -79,11 +84,10 @@ impl Machine {
         machine.driver = module_version(&module);
         let query = "pci.bus_id,driver_version,clocks.sm,clocks.mem,power.limit";
         let format = "--format=csv,noheader,nounits";
-        let told = Command::new("nvidia-smi").args([&format!("--query-gpu={query}"), format]).output();
-        if let Ok(told) = told
-            && told.status.success()
-        {
-            machine.add_told(&String::from_utf8_lossy(&told.stdout));
+        let mut smi = Command::new("nvidia-smi");
+        smi.args([&format!("--query-gpu={query}"), format]);
+        if let Some(told) = short_output(&mut smi, NVIDIA_SMI) {
+            machine.add_told(&told);
         }
         machine
     }

@@ -1,7 +1,11 @@
-//! Colours, on terminals only.
+//! Colours and progress, on terminals only.
+
+use std::io::IsTerminal;
+use std::time::Duration;
 
 use anstyle::{AnsiColor, Style};
 use comfy_table::{Cell, CellAlignment, Table, presets};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 const BAD: Style = AnsiColor::Red.on_default().bold();
 const GOOD: Style = AnsiColor::Green.on_default().bold();
@@ -41,6 +45,21 @@ pub(super) fn finding(mark: Mark, what: &str, detail: &str, remedy: Option<&str>
     if let Some(remedy) = remedy {
         anstream::println!("        {remedy}");
     }
+}
+
+/// A bar over so many steps, with what they are.
+pub(super) fn progress(quiet: bool, steps: usize, what: &str) -> ProgressBar {
+    let bar = ProgressBar::new(steps as u64);
+    if quiet || !std::io::stderr().is_terminal() {
+        bar.set_draw_target(ProgressDrawTarget::hidden());
+    }
+    if let Ok(style) =
+        ProgressStyle::with_template(&format!("{{bar:30}} {{pos}}/{{len}} {what}, {{elapsed}}"))
+    {
+        bar.set_style(style);
+    }
+    bar.enable_steady_tick(Duration::from_millis(200));
+    bar
 }
 
 /// A table whose first column is text and whose others are numbers.

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use deepep_cli::bench::stats::median;
 use deepep_cli::job::{Job, JobError, Rank, Report};
 use deepep_core::{BackendKind, Bootstrap, ElasticBuffer};
 use serde::{Deserialize, Serialize};
@@ -64,7 +65,9 @@ pub(super) fn threads(
 
 /// Runs all ranks as processes of their own.
 pub(super) fn processes(job: &Job, progress: &dyn Fn(usize)) -> Result<Vec<Outcome>, Failure> {
-    let outcomes = workers::processes(job.group.ranks, &[], job.timeout, progress, Outcome::good)?;
+    // A round is a dispatch and a combine, perhaps twice.
+    let silence = workers::silence(job.timeout, 4);
+    let outcomes = workers::processes(job.group.ranks, &[], job.timeout, silence, progress, Outcome::good)?;
     Ok(outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(Outcome::Failed)).collect())
 }
 
@@ -102,11 +105,6 @@ fn rounds_of(
     Ok(summary)
 }
 
-fn median(mut times: Vec<Duration>) -> f64 {
-    times.sort();
-    times.get(times.len() / 2).map_or(0.0, Duration::as_secs_f64)
-}
-
 fn summarise(reports: &[Report], buffer: &ElasticBuffer) -> Result<Summary, JobError> {
     let device = buffer.device();
     let name = match buffer.backend() {
@@ -117,8 +115,11 @@ fn summarise(reports: &[Report], buffer: &ElasticBuffer) -> Result<Summary, JobE
         _ => None,
     };
     let last = reports.last().cloned().unwrap_or_default();
-    let dispatch = median(reports.iter().map(|r| r.dispatch).collect());
-    let combine = median(reports.iter().map(|r| r.combine).collect());
+    let seconds = |time: fn(&Report) -> Duration| -> Vec<f64> {
+        reports.iter().map(|report| time(report).as_secs_f64()).collect()
+    };
+    let dispatch = median(&seconds(|report| report.dispatch));
+    let combine = median(&seconds(|report| report.combine));
     let rate = |bytes: usize, seconds: f64| if seconds > 0.0 { bytes as f64 / seconds / 1e9 } else { 0.0 };
     Ok(Summary {
         tokens: last.tokens,

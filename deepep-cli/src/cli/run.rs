@@ -1,12 +1,10 @@
 //! `deepep run`: the main job, verified.
 
-use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use deepep_cli::job::{Job, Source};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
 use super::rank::{self, Outcome, Summary};
@@ -53,7 +51,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         notes.iter().for_each(|note| println!("note: {note}"));
         println!("{}", describe(&job, plan.total));
     }
-    let bar = progress_bar(arguments, rounds * job.group.ranks);
+    let bar = paint::progress(arguments.json, rounds * job.group.ranks, "rank-rounds verified");
     let started = Instant::now();
     let outcomes = if arguments.threads {
         rank::threads(&job, rounds, &|_| bar.inc(1))?
@@ -67,18 +65,6 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         report(&job, &outcomes, rounds, started.elapsed())
     };
     Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
-
-fn progress_bar(arguments: &Arguments, steps: usize) -> ProgressBar {
-    let bar = ProgressBar::new(steps as u64);
-    if arguments.json || !std::io::stderr().is_terminal() {
-        bar.set_draw_target(ProgressDrawTarget::hidden());
-    }
-    if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} rank-rounds verified, {elapsed}") {
-        bar.set_style(style);
-    }
-    bar.enable_steady_tick(Duration::from_millis(200));
-    bar
 }
 
 fn describe(job: &Job, heap: usize) -> String {

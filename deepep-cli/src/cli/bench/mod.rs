@@ -4,17 +4,16 @@ mod arguments;
 mod devices;
 mod tables;
 
-use std::io::IsTerminal;
-use std::path::Path;
+use std::fs::OpenOptions;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
 
 use deepep_cli::bench::ceilings::{Board, Ceiling, Extent, drifts};
 use deepep_cli::bench::machine::{Machine, now};
 use deepep_cli::bench::plan::Setting;
 use deepep_cli::bench::report::{Entry, Method, Outcome, Part, Report, SCHEMA};
 use deepep_cli::bench::svg;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::ProgressBar;
 
 pub(super) use self::arguments::Arguments;
 use self::arguments::Plan;
@@ -30,6 +29,8 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     if let Some(rank) = arguments.as_rank {
         return child(arguments, &plan, rank);
     }
+    let files = arguments.json.iter().filter(|path| *path != Path::new("-")).chain(&arguments.svg);
+    files.map(PathBuf::as_path).try_for_each(writable)?;
     let date = now();
     let quiet = arguments.json.as_deref() == Some(Path::new("-"));
     let mut notes = plan.notes.clone();
@@ -63,7 +64,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         notes.iter().for_each(|note| println!("note: {note}"));
     }
     let steps: usize = plan.sections.iter().map(|s| operations(&plan, s) * plan.ranks).sum();
-    let bar = progress_bar(quiet, steps);
+    let bar = paint::progress(quiet, steps, "rank-operations");
     let mut report = Report {
         schema: SCHEMA,
         date,
@@ -125,7 +126,9 @@ fn measure_section(
         workers::threads(ranks, timeout, |bootstrap| plan.run.rank(bootstrap, section, |_| bar.inc(1)))?
     } else {
         let more = ["--section".to_owned(), number.to_string()];
-        workers::processes(ranks, &more, timeout, &|n| bar.inc(n as u64), |_: &Vec<Part>| true)?
+        let silence = workers::silence(timeout, plan.run.iterations);
+        let progress = |n| bar.inc(n as u64);
+        workers::processes(ranks, &more, timeout, silence, &progress, |_: &Vec<Part>| true)?
     };
     let shared = plan.cuda && ranks > devices;
     let mut entries = Vec::new();
@@ -160,11 +163,20 @@ fn method(plan: &Plan, devices: usize) -> Method {
     }
 }
 
+/// Says now if a file can't be written once there is something to write. What is in it stays.
+fn writable(path: &Path) -> Result<(), String> {
+    let opened = OpenOptions::new().append(true).create(true).open(path);
+    opened.map(drop).map_err(|error| unwritable(path, &error))
+}
+
+fn unwritable(path: &Path, error: &std::io::Error) -> String {
+    format!("writing {}: {error}", path.display())
+}
+
 /// Writes the files that were asked for.
 fn save(arguments: &Arguments, report: &Report, quiet: bool) -> Result<(), Failure> {
-    let write = |path: &Path, text: &str| {
-        std::fs::write(path, text).map_err(|error| format!("writing {}: {error}", path.display()))
-    };
+    let write =
+        |path: &Path, text: &str| std::fs::write(path, text).map_err(|error| unwritable(path, &error));
     if let Some(path) = arguments.json.as_deref().filter(|_| !quiet) {
         write(path, &(serde_json::to_string_pretty(report)? + "\n"))?;
     }
@@ -197,16 +209,4 @@ fn show(report: &Report, quiet: bool) -> Result<(), Failure> {
         paint::verdict(true, "verified:", &text);
     }
     Ok(())
-}
-
-fn progress_bar(quiet: bool, steps: usize) -> ProgressBar {
-    let bar = ProgressBar::new(steps as u64);
-    if quiet || !std::io::stderr().is_terminal() {
-        bar.set_draw_target(ProgressDrawTarget::hidden());
-    }
-    if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} rank-operations, {elapsed}") {
-        bar.set_style(style);
-    }
-    bar.enable_steady_tick(Duration::from_millis(200));
-    bar
 }

@@ -240,10 +240,15 @@ impl Board {
     /// What an empty kernel costs.
     fn launches(&self, samples: usize) -> Result<Vec<Ceiling>, CeilingError> {
         let shape = Shape { blocks: 1, threads: 32, shared: 0 };
-        let empty = |unit: &Unit| -> Result<(), CeilingError> {
-            let function = unit.module.function(c"ceiling_empty", 0)?;
+        // Looked up once: what is timed are launches.
+        let kernels: Vec<_> = self
+            .units
+            .iter()
+            .map(|unit| unit.module.function(c"ceiling_empty", 0))
+            .collect::<Result<_, _>>()?;
+        let empty = |unit: &Unit, i: usize| -> Result<(), CeilingError> {
             // SAFETY: the kernel takes nothing and touches nothing.
-            Ok(unsafe { function.launch(&unit.stream, shape, &()) }?)
+            Ok(unsafe { kernels[i].launch(&unit.stream, shape, &()) }?)
         };
         let most = |times: Vec<f64>| times.into_iter().fold(0.0, f64::max);
         let found = |kind, times: &[f64]| Ceiling { kind, sms: None, row_bytes: None, value: median(times) };
@@ -252,13 +257,13 @@ impl Board {
 
         let mut times = Vec::new();
         for _ in 0..=samples {
-            times.push(most(self.sample(Kind::Launch, |unit, _| empty(unit))?));
+            times.push(most(self.sample(Kind::Launch, empty)?));
         }
         all.push(found(Kind::Launch, &times[1..]));
 
         times.clear();
         for _ in 0..=samples {
-            let chain = |unit: &Unit, _: usize| (0..CHAIN).try_for_each(|_| empty(unit));
+            let chain = |unit: &Unit, i: usize| (0..CHAIN).try_for_each(|_| empty(unit, i));
             times.push(most(self.sample(Kind::ChainedLaunch, chain)?) / CHAIN as f64);
         }
         all.push(found(Kind::ChainedLaunch, &times[1..]));
@@ -266,7 +271,8 @@ impl Board {
         let graphs: Vec<Graph> = self
             .units
             .iter()
-            .map(|unit| Graph::capture(&unit.stream, || (0..GRAPH).try_for_each(|_| empty(unit))))
+            .enumerate()
+            .map(|(i, unit)| Graph::capture(&unit.stream, || (0..GRAPH).try_for_each(|_| empty(unit, i))))
             .collect::<Result<_, CeilingError>>()?;
         times.clear();
         for _ in 0..=samples {
@@ -276,15 +282,10 @@ impl Board {
         }
         all.push(found(Kind::GraphLaunch, &times[1..]));
 
-        let unit = &self.units[0];
-        let function = unit.module.function(c"ceiling_empty", 0)?;
         times.clear();
         for _ in 0..=samples {
             let start = Instant::now();
-            for _ in 0..CHAIN {
-                // SAFETY: as above.
-                unsafe { function.launch(&unit.stream, shape, &()) }?;
-            }
+            (0..CHAIN).try_for_each(|_| empty(&self.units[0], 0))?;
             times.push(start.elapsed().as_secs_f64() * 1e6 / CHAIN as f64);
             self.settle(Kind::HostLaunch)?;
         }

@@ -1,10 +1,10 @@
 //! Drivers to measure on.
 
+use crate::front::{Front, function};
 use cuda_vmm::Cuda;
 use cuda_vmm::sys::ffi::{c_int, c_void};
 use cuda_vmm::sys::{CUmemAllocationGranularity_flags, CUmemAllocationProp, CUresult, Driver};
 use cuda_vmm_emu::{Config, Emulator};
-use std::ptr;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -57,32 +57,18 @@ pub fn cold(work: impl FnOnce(&Backend)) {
     COLD.store(false, Ordering::Relaxed);
 }
 
-/// One function for each of the table, with its signature, that does nothing, successfully. Results stay what the callers start with: zero.
-macro_rules! succeed {
-    ($(
-        $(#[$doc:meta])*
-        $method:ident = $name:literal, $symbol:literal, $since:literal: fn($($argument:ident: $type:ty),* $(,)?);
-    )*) => {
-        /// The function of an exported name, or null.
-        #[allow(non_snake_case, unused_variables)]
-        fn succeeding(symbol: &[u8]) -> *const c_void {
-            $(
-                extern "C" fn $method($($argument: $type),*) -> CUresult {
-                    if COLD.load(Ordering::Relaxed) {
-                        cool();
-                    }
-                    CUresult::CUDA_SUCCESS
-                }
-                if symbol == $symbol.as_bytes() {
-                    return $method as *const c_void;
-                }
-            )*
-            ptr::null()
-        }
-    };
-}
+/// Makes no call, successfully. Results stay what the callers start with: zero.
+struct Nothing;
 
-cuda_vmm::sys::for_each_function!(succeed);
+impl Front for Nothing {
+    #[inline(always)]
+    fn call(_: Option<usize>, _: impl FnOnce(&Driver) -> CUresult) -> CUresult {
+        if COLD.load(Ordering::Relaxed) {
+            cool();
+        }
+        CUresult::CUDA_SUCCESS
+    }
+}
 
 unsafe extern "C" fn version(out: *mut c_int) -> CUresult {
     // SAFETY: the table passes a valid pointer.
@@ -115,7 +101,7 @@ fn nothing() -> Cuda {
                 b"cuDriverGetVersion" => version as *const c_void,
                 b"cuDeviceGetCount" => one as *const c_void,
                 b"cuMemGetAllocationGranularity" => granularity as *const c_void,
-                other => succeeding(other),
+                other => function::<Nothing>(other),
             }
         })
     }

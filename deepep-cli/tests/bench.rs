@@ -1,5 +1,7 @@
 //! `deepep bench` on the host backend: the whole harness, its report, and its refusal to time what is wrong.
 
+mod fields;
+
 use std::io::Write as _;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -28,21 +30,6 @@ fn json(more: &[&str]) -> (Option<i32>, Value, Report) {
     let value = serde_json::from_str(&out).unwrap_or_else(|e| panic!("{e}: {out}\n{}", text(&output.stderr)));
     let report = serde_json::from_str(&out).unwrap_or_else(|e| panic!("{e}: {out}"));
     (output.status.code(), value, report)
-}
-
-/// Names of all fields, as readers of the file know them: `a.b` for b inside of a, `[]` for lists.
-fn fields(value: &Value, path: &str, found: &mut Vec<String>) {
-    match value {
-        Value::Object(map) => {
-            for (name, inner) in map {
-                let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
-                found.push(path.clone());
-                fields(inner, &path, found);
-            }
-        }
-        Value::Array(list) => list.iter().for_each(|inner| fields(inner, &format!("{path}[]"), found)),
-        _ => {}
-    }
 }
 
 #[test]
@@ -79,10 +66,8 @@ fn the_report_is_complete_and_consistent() {
                 && times.host_cpu_us.is_none()
         );
     }
-    let mut found = Vec::new();
-    fields(&value, "", &mut found);
-    let known: Vec<&str> = include_str!("bench-fields.txt").lines().collect();
-    for field in found {
+    let known = fields::known();
+    for field in fields::of(&value) {
         assert!(
             known.contains(&field.as_str()),
             "{field}: a changed form has a new SCHEMA, and bench-fields.txt"

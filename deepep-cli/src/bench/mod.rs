@@ -3,6 +3,7 @@
 mod calls;
 pub mod ceilings;
 mod clock;
+pub mod cpu_time;
 pub mod machine;
 pub mod plan;
 pub mod rank;

@@ -247,6 +247,10 @@ impl Report {
 }
 
 #[cfg(test)]
+#[path = "../../tests/fields/mod.rs"]
+mod fields;
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::bench::machine::DeviceInfo;
@@ -295,23 +299,6 @@ mod tests {
         assert_eq!(pulled.of_copy_engine, times.of_copy_engine);
         let Outcome::Timed(times) = of(Operation::Dispatch, true) else { panic!() };
         assert_eq!((times.bound_us, times.of_link), (None, None));
-    }
-
-    /// Names of all fields: `a.b` for b inside of a, `[]` for lists.
-    fn fields(value: &serde_json::Value, path: &str, found: &mut Vec<String>) {
-        match value {
-            serde_json::Value::Object(map) => {
-                for (name, inner) in map {
-                    let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
-                    found.push(path.clone());
-                    fields(inner, &path, found);
-                }
-            }
-            serde_json::Value::Array(list) => {
-                list.iter().for_each(|inner| fields(inner, &format!("{path}[]"), found));
-            }
-            _ => {}
-        }
     }
 
     #[test]
@@ -379,12 +366,11 @@ mod tests {
         );
         let value = serde_json::to_value(&report).unwrap();
         assert_eq!(serde_json::from_value::<Report>(value.clone()).unwrap(), report);
-        let mut found = Vec::new();
-        fields(&value, "", &mut found);
-        found.sort();
-        found.dedup();
-        let known: Vec<&str> = include_str!("../../tests/bench-fields.txt").lines().collect();
-        assert_eq!(found, known, "a changed form has a new SCHEMA, and bench-fields.txt");
+        assert_eq!(
+            fields::of(&value),
+            fields::known(),
+            "a changed form has a new SCHEMA, and bench-fields.txt"
+        );
     }
 
     #[test]

@@ -3,16 +3,16 @@
 They move the rows of a uniform routing to the ranks of their experts (dispatch), or back (combine), and nothing else: no counts, no
 permutation before or after, no scales beside the rows. What is built on them takes longer.
 
-Each timed call comes after a barrier; L2 is emptied before it from T = 512. Prints the slowest rank's median.
+Timed as `timing.py` says. Prints the slowest rank's median.
 """
 
 import argparse
 import ctypes
 import os
-import statistics
 import sys
 
-FLUSH_BYTES = 256 << 20
+import results
+from timing import Clock
 
 
 def rows_by_rank(torch, tokens, topk, experts, world, seed):
@@ -53,32 +53,14 @@ def worker(rank, args):
     os.environ["MASTER_PORT"] = str(args.port)
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=args.world, device_id=torch.device("cuda", rank))
-    token = torch.zeros(1, device="cuda")
-    dist.all_reduce(token)
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    clock = Clock(torch, dist)
     try:
         nccl = nccl_all_to_all(torch, dist)
     except (RuntimeError, AttributeError, OSError) as error:
         nccl = None
         if rank == 0:
             print(f"ALLTOALL note: ncclAlltoAll was not timed: {error}", flush=True)
-
-    def time(call, tokens):
-        samples = []
-        for i in range(args.iters + 8):
-            if tokens >= 512:
-                flush.zero_()
-            dist.all_reduce(token)
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            call()
-            stop.record()
-            torch.cuda.synchronize()
-            if i >= 8:
-                samples.append(start.elapsed_time(stop) * 1e3)
-        slowest = torch.tensor(samples, device="cuda")
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return statistics.median(slowest.tolist())
 
     for tokens in args.tokens:
         sent = [rows_by_rank(torch, tokens, args.topk, args.experts, args.world, 1000 + r) for r in range(args.world)]
@@ -91,7 +73,7 @@ def worker(rank, args):
         for dtype, operation, row_bytes, give, take in cases:
             given = torch.randint(0, 255, (sum(give), row_bytes), dtype=torch.uint8, device="cuda")
             taken = torch.empty((sum(take), row_bytes), dtype=torch.uint8, device="cuda")
-            median = time(lambda: dist.all_to_all_single(taken, given, take, give), tokens)
+            median = clock.single(lambda: dist.all_to_all_single(taken, given, take, give), tokens, args.iters)
             if rank == 0:
                 print(f"ALLTOALL torch T={tokens} {dtype} {operation}: med {median:.1f} us", flush=True)
             if nccl is None:
@@ -100,7 +82,7 @@ def worker(rank, args):
             each = round(sum(map(sum, sent)) / args.world**2) or 1
             given = torch.randint(0, 255, (each * args.world, row_bytes), dtype=torch.uint8, device="cuda")
             taken = torch.empty_like(given)
-            median = time(lambda: nccl(taken, given, each * row_bytes), tokens)
+            median = clock.single(lambda: nccl(taken, given, each * row_bytes), tokens, args.iters)
             if rank == 0:
                 print(f"ALLTOALL nccl T={tokens} {dtype} {operation}: med {median:.1f} us", flush=True)
     dist.destroy_process_group()
@@ -108,12 +90,7 @@ def worker(rank, args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 4096])
-    parser.add_argument("--iters", type=int, default=30)
+    results.add_shape_options(parser)
     parser.add_argument("--port", type=int, default=8398)
     args = parser.parse_args()
     try:

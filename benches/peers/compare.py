@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
 """Ours and the peers in turn, on the same shapes and the same GPUs, and one table of ratios.
 
-    benches/peers/compare.py --deepep target/release/deepep --kit .gpu-kit --tokens 128 4096 8192 --json out.json
+    benches/peers/compare.py --deepep target/release/deepep --wheels wheels --tokens 128 4096 8192 --json out.json
 
-In each round `deepep bench`, DeepEP V2.1 (its wheel and bench_deepep.py are in the kit) and the all-to-all of torch and NCCL run one after
-the other in processes of their own; the table has the medians over the rounds. All of them are timed alike: from an event before the call to
-an event after it on the caller's stream, after a barrier, L2 emptied from T = 512, the slowest rank's median. Ours is compared with an oracle
-before and after it is timed; the peers' results are not checked here. Ratios are ours over the peer's: below 1 we are faster.
+In each round `deepep bench`, DeepEP V2.1 (deep_ep.py) and the all-to-all of torch and NCCL (all_to_all.py) run one after the other in processes
+of their own; the table has the medians over the rounds. The peers are timed as `deepep bench` times its own calls (timing.py): from event to
+event on the caller's stream, after a barrier, L2 emptied from T = 512, the slowest rank's median; chains of calls; and the wall time until a call
+of a chain returns. Ours is compared with an oracle before and after it is timed; the peers' results are not checked here. Ratios are ours over
+the peer's: below 1 we are faster.
+
+PyTorch for CUDA 13 has to be there. DeepEP's wheels come from PyPI: `pip download --no-deps -d wheels tokenspeed-deepep==2.1.0.post20260801
+nvidia-nccl-cu13==2.30.7` (the NCCL that it insists on), for the Python of the machine with the GPUs.
 
 Multicast is switched off for everybody.
 """
@@ -69,11 +73,11 @@ def ours(args, folder):
     return results.ours(text), json.loads(text)
 
 
-def install(kit, folder):
-    """Unpacks the kit's wheels; returns where they are."""
-    wheels = sorted(map(str, (kit / "whl").glob("*.whl")))
+def install(folder_of_wheels, folder):
+    """Unpacks DeepEP and its NCCL; returns where they are."""
+    wheels = sorted(map(str, folder_of_wheels.glob("*.whl")))
     if not wheels:
-        raise results.Unreadable(f"there are no wheels in {kit / 'whl'}: gpu_kit.sh deepep puts them there")
+        raise results.Unreadable(f"there are no wheels in {folder_of_wheels}; --help says where they come from")
     site = folder / "site"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--target", str(site)]
     _, problem = run(pip + wheels, os.environ, 300)
@@ -113,7 +117,7 @@ def compare(args, folder):
     environment = None
     if "deepep" in peers:
         try:
-            site = args.site or install(args.kit, folder)
+            site = args.site or install(args.wheels, folder)
             environment = deepep_environment(site, folder)
         except (results.Unreadable, OSError, subprocess.SubprocessError) as error:
             notes.append(f"DeepEP was not run: {error}")
@@ -124,8 +128,7 @@ def compare(args, folder):
         reports.append(report)
         if environment:
             say(f"round {number + 1} of {args.rounds}: DeepEP")
-            script = args.kit / "bench_deepep.py"
-            command = [sys.executable, str(script), *shape_options(args)]
+            command = [sys.executable, str(HERE / "deep_ep.py"), *shape_options(args)]
             command += ["--num-sms", str(args.sms)] if args.sms else []
             out, problem = run(command, environment, args.seconds)
             times, failures = results.deepep(out)
@@ -146,8 +149,8 @@ def compare(args, folder):
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deepep", type=pathlib.Path, required=True, help="our program")
-    parser.add_argument("--kit", type=pathlib.Path, default=pathlib.Path(".gpu-kit"), help="folder with bench_deepep.py and whl/")
-    parser.add_argument("--site", type=pathlib.Path, help="where the kit's wheels are unpacked already")
+    parser.add_argument("--wheels", type=pathlib.Path, default=pathlib.Path("wheels"), help="folder with the wheels of DeepEP and its NCCL")
+    parser.add_argument("--site", type=pathlib.Path, help="where these are installed already")
     parser.add_argument("--peers", nargs="*", choices=("deepep", "torch", "nccl"), default=["deepep", "torch", "nccl"])
     parser.add_argument("--world", type=int, default=2, help="ranks, one a GPU")
     parser.add_argument("--shape", type=int, nargs=3, default=[7168, 8, 256], metavar=("HIDDEN", "TOPK", "EXPERTS"))
@@ -163,6 +166,12 @@ def parse(arguments):
 
 def main(arguments=None):
     args = parse(arguments)
+    if args.json:
+        # What can't be written is said before anything runs; what is in it stays until then.
+        try:
+            args.json.open("a").close()
+        except OSError as error:
+            sys.exit(f"error: {error}")
     with tempfile.TemporaryDirectory() as folder:
         try:
             mine, peers, notes, reports = compare(args, pathlib.Path(folder))

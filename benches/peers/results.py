@@ -20,7 +20,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Microseconds, from event to event on the slowest rank (`median`), and of a call in a chain of calls."""
+    """Microseconds on the slowest rank: from event to event, the same in a chain of calls, and until a call of that returns."""
 
     median: float
     chained: float | None = None
@@ -50,26 +50,49 @@ def ours(text):
     return found
 
 
+def deepep_line(case, times):
+    """What deep_ep.py prints of a case."""
+    return (
+        f"DEEPEP T={case.tokens} {case.dtype} {case.layout} {case.operation}: "
+        f"med {times.median:.1f} chained {times.chained:.1f} host {times.host:.1f} us"
+    )
+
+
+def deepep_failure(case, error):
+    """The same where there are no times."""
+    what = " ".join(str(error).split())[:200]
+    return f"DEEPEP T={case.tokens} {case.dtype} {case.layout} {case.operation}: {type(error).__name__}: {what}"
+
+
 _DEEPEP = re.compile(
-    r"DEEPEP21 T=(\d+) (fp8|bf16) (plain|expand) (dispatch|cached|combine) sms=\d+: "
-    r"med ([\d.]+) p10 [\d.]+ p90 [\d.]+ us +wire [\d.]+ GB/s +chained ([\d.]+) us host ([\d.]+) us"
+    r"DEEPEP T=(\d+) (fp8|bf16) (plain|expanded) (dispatch|cached|combine): "
+    r"med ([\d.]+) chained ([\d.]+) host ([\d.]+) us"
 )
 
 
 def deepep(text):
-    """Times from the lines of bench_deepep.py, and the lines that report a failure."""
+    """Times from the lines of deep_ep.py, and the lines that report a failure."""
     found, failures = {}, []
     for line in text.splitlines():
-        if not line.startswith("DEEPEP21 "):
+        if not line.startswith("DEEPEP "):
             continue
         match = _DEEPEP.fullmatch(line.strip())
         if match is None:
-            failures.append(line)
+            failures.append(line.removeprefix("DEEPEP "))
             continue
-        tokens, dtype, layout, operation, median, chained, host = match.groups()
-        layout = "expanded" if layout == "expand" else "plain"
-        found[Case(int(tokens), operation, dtype, layout)] = Times(float(median), float(chained), float(host))
+        tokens, dtype, layout, operation, *times = match.groups()
+        found[Case(int(tokens), operation, dtype, layout)] = Times(*map(float, times))
     return found, failures
+
+
+def add_shape_options(parser):
+    """The options of the scripts that run peers."""
+    parser.add_argument("--world", type=int, default=2, help="ranks, one a GPU")
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 4096])
+    parser.add_argument("--iters", type=int, default=30)
 
 
 _ALL_TO_ALL = re.compile(r"ALLTOALL (torch|nccl) T=(\d+) (fp8|bf16) (dispatch|combine): med ([\d.]+) us")

@@ -6,16 +6,19 @@ import json
 import pathlib
 import sys
 import tempfile
+import types
+from unittest import mock
 
 import compare
+import deep_ep
 import results
 from results import Case, Times
 
 DEEPEP_LINES = """\
 noise
-DEEPEP21 T=4096 fp8 plain dispatch sms=64: med 141.6 p10 139.0 p90 150.2 us  wire 213.0 GB/s  chained 138.0 us host 40.1 us
-DEEPEP21 T=4096 bf16 expand combine sms=64: med 312.1 p10 300.0 p90 320.0 us  wire 187.0 GB/s  chained 305.5 us host 51.0 us
-DEEPEP21 T=1 fp8 expand=True dispatch: RuntimeError out of memory
+DEEPEP T=4096 fp8 plain dispatch: med 141.6 chained 138.0 host 40.1 us
+DEEPEP T=4096 bf16 expanded combine: med 312.1 chained 305.5 host 51.0 us
+DEEPEP T=1 fp8 expanded dispatch: RuntimeError: out of memory
 """
 ALL_TO_ALL_LINES = """\
 ALLTOALL note: ncclAlltoAll was not timed: no NCCL is loaded
@@ -53,10 +56,42 @@ def the_peers_lines_are_read():
         Case(4096, "dispatch", "fp8", "plain"): Times(141.6, 138.0, 40.1),
         Case(4096, "combine", "bf16", "expanded"): Times(312.1, 305.5, 51.0),
     }, times
-    assert failures == ["DEEPEP21 T=1 fp8 expand=True dispatch: RuntimeError out of memory"], failures
+    assert failures == ["T=1 fp8 expanded dispatch: RuntimeError: out of memory"], failures
     found, notes = results.all_to_all(ALL_TO_ALL_LINES)
     assert found["torch"][Case(4096, "dispatch", "fp8", "expanded")] == Times(120.0)
     assert found["nccl"] == {} and notes == ["ncclAlltoAll was not timed: no NCCL is loaded"]
+
+
+def the_script_of_deepep_prints_what_is_read():
+    """Without a GPU: every call goes to a stand-in, and takes 141.6 µs."""
+    torch, dist, package = mock.MagicMock(), mock.MagicMock(), mock.MagicMock()
+    torch.tensor = lambda samples, device: types.SimpleNamespace(tolist=lambda: list(samples))
+    torch.cuda.Event.return_value.elapsed_time.return_value = 0.1416
+    buffer = package.ElasticBuffer.return_value
+    buffer.dispatch.return_value = ((mock.MagicMock(), mock.MagicMock()), None, None, "handle", None)
+    args = types.SimpleNamespace(hidden=256, topk=4, experts=16, num_sms=0, iters=3)
+
+    def told(rank, tokens):
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text):
+            deep_ep.measure(torch, dist, package, "group", args, rank, tokens)
+        return results.deepep(text.getvalue())
+
+    times, failures = told(0, 512)
+    layouts = ("plain", "expanded")
+    expected = {Case(512, o, d, l) for l in layouts for o, d in [(o, d) for o in ("dispatch", "cached") for d in ("fp8", "bf16")]}
+    expected |= {Case(512, "combine", "bf16", l) for l in layouts}
+    assert set(times) == expected and failures == [], (times, failures)
+    # 20 calls a chain.
+    assert all((t.median, t.chained) == (141.6, 7.1) and t.host >= 0 for t in times.values()), times
+    new, cached = ([c.kwargs for c in buffer.dispatch.mock_calls if bool(c.kwargs["handle"]) == cached] for cached in (False, True))
+    assert all("topk_weights" in c and not c["do_cpu_sync"] for c in new) and all("topk_idx" not in c for c in cached)
+    # 8 calls that don't count, 3 that do, 5 chains of 20; and one dispatch for each handle.
+    assert (len(new), len(cached), len(buffer.combine.mock_calls)) == (4 * 111 + 4, 4 * 111, 2 * 111), (len(new), len(cached))
+    assert told(1, 128) == ({}, []), "rank 0 prints"
+    buffer.combine.side_effect = ValueError("no\nroom")
+    times, failures = told(0, 512)
+    assert len(times) == 8 and failures == [f"T=512 bf16 {l} combine: ValueError: no room" for l in layouts], failures
 
 
 def our_report_is_read_and_wrong_results_are_refused():
@@ -97,10 +132,11 @@ def the_whole_script_runs(deepep):
         folder = pathlib.Path(name)
         (folder / "site").mkdir()
         lines = DEEPEP_LINES.replace("T=4096", "T=16")
-        (folder / "bench_deepep.py").write_text(f"print({lines!r})\n")
+        (folder / "deep_ep.py").write_text(f"print({lines!r})\n")
+        compare.HERE = folder
         out = folder / "out.json"
         arguments = [
-            "--deepep", deepep, "--kit", name, "--site", f"{name}/site", "--peers", "deepep", "--shape", "256", "4", "16",
+            "--deepep", deepep, "--site", f"{name}/site", "--peers", "deepep", "--shape", "256", "4", "16",
             "--tokens", "16", "--iters", "3", "--json", str(out), "--deepep-options", "--backend", "host",
         ]  # fmt: skip
         text = io.StringIO()
@@ -112,10 +148,10 @@ def the_whole_script_runs(deepep):
         assert len(whole["ours"]) == 2 and whole["shape"] == [256, 4, 16], whole["shape"]
         row = next(r for r in whole["rows"] if (r["operation"], r["dtype"], r["layout"]) == ("dispatch", "fp8", "plain"))
         assert abs(row["ratio_to_deepep"] - row["us"] / 141.6) < 1e-9, row
-        # Without a kit DeepEP is left out, and that is said; a wrong result of ours ends it all.
+        # Without wheels DeepEP is left out, and that is said; a wrong result of ours ends it all.
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
-            compare.main(["--deepep", deepep, "--kit", f"{name}/none", *arguments[6:9], *arguments[9:]])
+            compare.main(["--deepep", deepep, "--wheels", f"{name}/none", *arguments[4:]])
         assert "DeepEP was not run: there are no wheels" in text.getvalue(), text.getvalue()
         try:
             compare.main([*arguments, "--plant-fault", "1"])
@@ -123,10 +159,17 @@ def the_whole_script_runs(deepep):
             assert "wrong" in str(end.code), end.code
         else:
             raise AssertionError("a wrong result was compared")
+        try:
+            compare.main([*arguments[:-3], "--json", f"{name}/none/out.json"])
+        except SystemExit as end:
+            assert "none/out.json" in str(end.code), end.code
+        else:
+            raise AssertionError("a file that can't be written was found too late")
 
 
 def main():
     the_peers_lines_are_read()
+    the_script_of_deepep_prints_what_is_read()
     our_report_is_read_and_wrong_results_are_refused()
     rounds_are_merged_by_their_medians()
     the_table_has_ratios()

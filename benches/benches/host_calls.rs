@@ -2,14 +2,15 @@
 //!
 //! `cargo bench -p benches --bench host_calls`, on any machine with NVRTC. The driver is one in software whose calls return at once (`benches::quick`),
 //! so these are the library's own nanoseconds: arguments checked, a plan found, a launch's parameters filled in, the order of streams kept. On a GPU add
-//! what the driver takes for the calls that are listed in `deepep-core`'s test `a_call_asks_the_driver_for_five_things`: two microseconds and
-//! more for the launch, some tenths for the event. `deepep bench` has the sum in its column *host*.
+//! what the driver takes for the calls that are listed in `deepep-core`'s test `a_call_asks_the_driver_for_five_things`; docs/performance.md
+//! predicts two microseconds and more for the launch, some tenths for the event. `deepep bench` has the sum in its column *CPU*.
 //!
 //! A rank that is alone; making the arguments and dropping the result count. The second figure is the number of allocations of a call.
+//! The first line says how long the buffer took to build: with an empty cache (`XDG_CACHE_HOME` names its place) mostly NVRTC's time.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use benches::quick::Quick;
 use criterion::{Criterion, criterion_group, criterion_main};
@@ -128,6 +129,7 @@ fn measure(criterion: &mut Criterion, quick: &Quick, name: &str, mut call: impl 
 
 fn calls(criterion: &mut Criterion) {
     let quick = Quick::new();
+    let start = Instant::now();
     let mut buffer = match build(&quick) {
         Ok(buffer) => buffer,
         Err(Error::Jit(error @ JitError::NotFound { .. })) => {
@@ -135,6 +137,7 @@ fn calls(criterion: &mut Criterion) {
         }
         Err(error) => panic!("a buffer on a driver that does nothing: {error}"),
     };
+    println!("a buffer of one rank is built in {:.2} s", start.elapsed().as_secs_f64());
     let tensors = Tensors(DeviceMemory::new(buffer.device(), 8 << 20).expect("memory"));
     let context = buffer.device().primary_context().expect("a context");
     let mut raw = std::ptr::null_mut();

@@ -7,6 +7,7 @@ pub(crate) mod inner;
 pub use derive::Shrink;
 
 use crate::config::Config;
+use crate::deadline;
 use crate::dev_comm::DevComm;
 use crate::device::Device;
 use crate::environment;
@@ -25,7 +26,7 @@ use nccl_gin_sys::{Function, Generation, Nccl, ncclComm, ncclComm_t, ncclTeam, n
 use std::fmt;
 use std::ptr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// A rank's part of a set of ranks that work together (`ncclComm_t`).
 ///
@@ -193,7 +194,7 @@ impl Communicator {
     pub fn wait(&self, timeout: Duration) -> Result<bool> {
         let attempt = || format!("waiting for {}", self.inner.name());
         group::refuse_inside(attempt)?;
-        self.inner.wait(Function::ncclCommGetAsyncError, &attempt, Instant::now() + timeout)
+        self.inner.wait(Function::ncclCommGetAsyncError, &attempt, deadline::within(timeout))
     }
 
     /// What this communicator supports.

@@ -53,6 +53,7 @@
 mod bytes;
 mod communicator;
 mod config;
+mod deadline;
 mod dev_comm;
 mod device;
 pub mod device_code;

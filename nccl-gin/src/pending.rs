@@ -1,12 +1,13 @@
 //! Operations that go on in the background.
 
 use crate::communicator::inner::{Busy, Inner, Leftover, Progress, State, wait_until};
+use crate::deadline;
 use crate::error::{Error, Result};
 use crate::group::Ticket;
 use nccl_gin_sys::{Function, MissingFunction, Nccl, ncclComm_t, ncclResult_t};
 use std::fmt;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// An operation that has been started, and what comes of it.
 ///
@@ -134,7 +135,7 @@ impl<T> Pending<T> {
     /// # Errors
     /// As for [`Pending::wait`].
     pub fn wait_for(mut self, timeout: Duration) -> Result<T> {
-        let end = Instant::now() + timeout;
+        let end = deadline::within(timeout);
         let mut result = None;
         let ended = wait_until(end, || {
             result = self.poll()?;

@@ -2,13 +2,14 @@
 //! device code does. The part that is read has the same layout in every later release.
 
 use crate::communicator::inner::wait_until;
+use crate::deadline;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use cuda_vmm_sys::{CUdeviceptr, CUmemorytype_enum, CUpointer_attribute_enum, CUresult, CUstream_flags_enum};
 use nccl_gin_sys::{ncclWindow_t, v2_28_3};
 use std::mem::offset_of;
 use std::ptr;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Bytes at the start of the struct that are read: all of it in 2.28.3, which has the smallest.
 const PREFIX: usize = size_of::<v2_28_3::ncclWindow_vidmem>();
@@ -90,7 +91,7 @@ fn copy(device: &Device, window: ncclWindow_t, timeout: Duration) -> Result<[u8;
         driver.cuMemcpyDtoHAsync(prefix.as_mut_ptr().cast(), window as CUdeviceptr, PREFIX, stream)
     };
     let ended = started.map_err(Error::driver(attempt)).and_then(|()| {
-        let end = Instant::now() + timeout;
+        let end = deadline::within(timeout);
         // SAFETY: the stream is alive.
         let done = wait_until(end, || match unsafe { driver.cuStreamQuery(stream) } {
             Ok(()) => Ok(true),

@@ -3,7 +3,7 @@
 use super::Communicator;
 use super::inner::{Inner, Leftover};
 use crate::error::{Error, NotClosed, Result};
-use crate::{group, library};
+use crate::{deadline, group, library};
 use nccl_gin_sys::{Function, NCCL_REVOKE_DEFAULT, ncclResult_t};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -84,7 +84,7 @@ impl Communicator {
             unsafe { nccl.ncclCommRevoke(comm, NCCL_REVOKE_DEFAULT.cast_signed()) }
         })?;
         let timeout = self.inner.timeout;
-        if self.inner.wait(function, &attempt, Instant::now() + timeout)? {
+        if self.inner.wait(function, &attempt, deadline::within(timeout))? {
             return Ok(());
         }
         let aborted = self.inner.abort();
@@ -112,7 +112,7 @@ impl Inner {
     }
 
     fn close(self: &Arc<Self>, timeout: Duration) -> Result<()> {
-        let end = Instant::now() + timeout;
+        let end = deadline::within(timeout);
         let attempt = || format!("closing {}", self.name());
         loop {
             let leftovers = self.take_leftovers();

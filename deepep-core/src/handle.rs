@@ -113,7 +113,7 @@ impl Handle {
         self.0.counts.as_ref()
     }
 
-    /// `i32[4]`: tokens received, rows, and, if the call was over capacity, the tokens and rows that it would have needed, else 0.
+    /// `i32[4]`: tokens received, rows, and, if the call was over capacity, the tokens and rows that the lowest rank over it would have needed, else 0.
     pub fn count_cells(&self) -> TensorRef<'_> {
         self.table(self.0.layout.counts, HandleLayout::COUNTS)
     }

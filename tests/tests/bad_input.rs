@@ -351,6 +351,47 @@ on_both_sides! {
 }
 
 on_both_sides! {
+    problems_are_known_after_later_calls, |side| {
+        on_threads(2, LONG, |bootstrap| {
+            let rank = bootstrap.rank();
+            let mut buffer = builder(side).token_capacity(5).output_slots(4).build(bootstrap).unwrap();
+            let good = Good::new(&buffer);
+            // Both ranks' tokens go to rank 1 alone, which has no room for the last of six.
+            let away = good.tensors.of(&buffer, &[2_i64, 3].repeat(3), 3, TOPK);
+            let args = DispatchArgs::new(good.x().first_rows(3), away.view()).without_counts();
+            let over = buffer.dispatch(args).unwrap();
+            // Two tokens of each rank; rank 0 names an expert that there is not.
+            let ids = if rank == 0 { [0_i64, 3, 1, 99] } else { [0, 3, 0, 3] };
+            let ids = good.tensors.of(&buffer, &ids, 2, TOPK);
+            let x = good.x().first_rows(2);
+            let wrong = buffer.dispatch(DispatchArgs::new(x, ids.view()).without_counts()).unwrap();
+            let fine = good.idx().first_rows(2);
+            let right = buffer.dispatch(DispatchArgs::new(x, fine).without_counts()).unwrap();
+            let again = buffer.dispatch(DispatchArgs::cached(x, wrong.handle())).unwrap();
+            again.event().wait(LONG).unwrap();
+            for _ in 0..2 {
+                let error = over.check().unwrap_err();
+                let expected = "token capacity: 6 needed on rank 1, capacity is 5";
+                assert!(error.to_string().starts_with(expected), "{error}");
+                assert_eq!(read::<i32>(&buffer, over.handle().count_cells()), [0, 0, 6, 6]);
+                match wrong.check() {
+                    Ok(()) => assert_eq!(rank, 1),
+                    Err(error) => assert!(
+                        matches!(error, Error::ExpertOutOfRange { rank: 0, token: 1, lane: 1, .. }),
+                        "{error}"
+                    ),
+                }
+                assert_eq!(wrong.check().is_err(), rank == 0);
+                right.check().unwrap();
+                again.check().unwrap();
+            }
+            drop((over, wrong, right, again));
+            buffer.close().unwrap();
+        });
+    }
+}
+
+on_both_sides! {
     settings, |side| {
         let text = |error: Error| error.to_string();
         on_threads(1, LONG, |bootstrap| {

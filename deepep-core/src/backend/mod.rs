@@ -187,6 +187,19 @@ pub(crate) enum Problem {
     DuplicateExpert { rank: usize, token: usize, first: usize, second: usize, expert: i64 },
 }
 
+impl Problem {
+    /// A call over capacity. `needed`: the tokens and rows that `rank` would have received.
+    pub(crate) fn capacity(shape: &DispatchShape, rank: usize, needed: [u32; 2]) -> Self {
+        let [tokens, rows] = needed.map(u64::from);
+        let (what, needed, capacity) = if tokens > shape.token_capacity as u64 {
+            ("token capacity", tokens, shape.token_capacity)
+        } else {
+            ("row capacity", rows, shape.row_capacity)
+        };
+        Self::Capacity { what, rank, needed, capacity: capacity as u64 }
+    }
+}
+
 impl From<Problem> for Error {
     fn from(problem: Problem) -> Self {
         match problem {

@@ -200,19 +200,14 @@ impl CudaBackend {
 
     /// Whose capacity a call is over. The numbers are the call's own; the rank is in the newest record, if that has these numbers.
     fn over_capacity(&self, shape: &DispatchShape, needed: [u32; 2]) -> Problem {
-        let [tokens, rows] = needed.map(u64::from);
         let record = self.reports().newest(RecordKind::Capacity);
         let rank = match record {
-            Some(record) if [record.seen_tokens, record.seen] == [tokens, rows] => record.peer as usize,
+            Some(record) if [record.seen_tokens, record.seen] == needed.map(u64::from) => {
+                record.peer as usize
+            }
             _ => self.reports().rank(),
         };
-        if tokens > shape.token_capacity as u64 {
-            let (what, capacity) = ("token capacity", shape.token_capacity as u64);
-            Problem::Capacity { what, rank, needed: tokens, capacity }
-        } else {
-            let (what, capacity) = ("row capacity", shape.row_capacity as u64);
-            Problem::Capacity { what, rank, needed: rows, capacity }
-        }
+        Problem::capacity(shape, rank, needed)
     }
 }
 

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 
 use super::Rank;
 use super::exchange::{
-    Ids, Place, Totals, count, exchange, gather, over_capacity, read_counts, write_counts,
+    Ids, Over, Place, Totals, count, exchange, gather, over_capacity, read_counts, write_counts,
 };
 use super::memory::{Rows, Table};
 use crate::backend::{Counts, DispatchCall, Positions, Problem};
@@ -72,11 +72,15 @@ struct Sent<'a> {
     own_row: Table<'a, i32>,
 }
 
-pub(super) fn run(
-    rank: &Rank<'_>,
-    mut call: DispatchCall<'_>,
-    epoch: u32,
-) -> Result<(Option<Counts>, Option<Problem>)> {
+/// What a dispatch leaves to the host.
+pub(super) struct Outcome {
+    pub(super) counts: Counts,
+    pub(super) over: Option<Over>,
+    /// About this rank's ids.
+    pub(super) wrong: Option<Problem>,
+}
+
+pub(super) fn run(rank: &Rank<'_>, mut call: DispatchCall<'_>, epoch: u32) -> Result<Outcome> {
     let shape = call.shape;
     let (n, k, me) = (call.x.rows(), shape.topk, rank.me);
     let handle = |offset| rank.layout.handles.at(call.handle_slot) + offset;
@@ -102,11 +106,11 @@ pub(super) fn run(
         None => None,
     };
 
-    let mut problem = None;
+    let mut over = None;
     if let Some(totals) = &totals {
-        problem = over_capacity(&shape, totals);
-        write_counts(rank, &call, totals, problem.is_some())?;
-        if problem.is_some() {
+        over = over_capacity(&shape, totals);
+        write_counts(rank, &call, totals, over)?;
+        if over.is_some() {
             (0..n * k).try_for_each(|i| sent.topk.set(i, -1))?;
             (0..n * shape.ranks).try_for_each(|i| sent.row.set(i, -1))?;
         } else if let Some(statistics) = &mut call.statistics {
@@ -118,7 +122,7 @@ pub(super) fn run(
         }
     }
     let counts = read_counts(rank, &call)?;
-    if problem.is_none() {
+    if over.is_none() {
         let destinations: Vec<_> = places
             .iter()
             .enumerate()
@@ -127,7 +131,7 @@ pub(super) fn run(
         send(rank, &call, epoch, totals.as_ref(), &sent, &destinations)?;
         receive(rank, &call, epoch, &counts, &destinations[me])?;
     }
-    Ok((call.exact.then_some(counts), problem.or(wrong)))
+    Ok(Outcome { counts, over, wrong })
 }
 
 /// Phases 3 to 5 of the sender: metadata, rows, and word that they are there.

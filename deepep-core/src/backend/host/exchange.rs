@@ -67,8 +67,14 @@ pub(super) struct Totals {
 }
 
 impl Totals {
-    pub(super) fn received(&self, d: usize) -> usize {
-        self.tokens.iter().map(|to| to[d]).sum()
+    /// Tokens and rows that rank `d` gets.
+    fn received(&self, d: usize, shape: &DispatchShape) -> [usize; 2] {
+        let tokens = self.tokens.iter().map(|to| to[d]).sum();
+        let rows = match shape.placement {
+            Placement::Plain => tokens,
+            Placement::Expanded => self.starts(d, shape).last().copied().unwrap_or(0),
+        };
+        [tokens, rows]
     }
 
     pub(super) fn expert(&self, e: usize) -> usize {
@@ -205,29 +211,28 @@ pub(super) fn gather(rank: &Rank<'_>, shape: &DispatchShape, epoch: u32) -> Resu
     Ok(totals)
 }
 
-/// The first rank that would get more than fits. Every rank finds the same one.
-pub(super) fn over_capacity(shape: &DispatchShape, totals: &Totals) -> Option<Problem> {
-    (0..shape.ranks).find_map(|d| {
-        let over = |what, needed: usize, capacity: usize| {
-            let (needed, capacity) = (needed as u64, capacity as u64);
-            (needed > capacity).then_some(Problem::Capacity { what, rank: d, needed, capacity })
-        };
-        over("token capacity", totals.received(d), shape.token_capacity).or_else(|| match shape.placement {
-            Placement::Plain => None,
-            Placement::Expanded => {
-                let rows = totals.starts(d, shape).last().copied().unwrap_or(0);
-                over("row capacity", rows, shape.row_capacity)
-            }
-        })
+/// A rank that would get more than fits, and the tokens and rows that it needs.
+#[derive(Clone, Copy)]
+pub(super) struct Over {
+    pub(super) rank: usize,
+    pub(super) needed: [u32; 2],
+}
+
+/// The first such rank. Every rank finds the same one.
+pub(super) fn over_capacity(shape: &DispatchShape, totals: &Totals) -> Option<Over> {
+    (0..shape.ranks).find_map(|rank| {
+        let [tokens, rows] = totals.received(rank, shape);
+        let is_over = tokens > shape.token_capacity || rows > shape.row_capacity;
+        is_over.then_some(Over { rank, needed: [tokens, rows].map(|n| n as u32) })
     })
 }
 
-/// Writes what this rank receives into its handle slot; nothing, and what it would have needed, if the call is over capacity.
+/// Writes what this rank receives into its handle slot; nothing, and what would have been needed, if the call is over capacity.
 pub(super) fn write_counts(
     rank: &Rank<'_>,
     call: &DispatchCall<'_>,
     totals: &Totals,
-    over: bool,
+    over: Option<Over>,
 ) -> Result<()> {
     let shape = &call.shape;
     let slot = rank.layout.handles.at(call.handle_slot);
@@ -237,16 +242,14 @@ pub(super) fn write_counts(
     let expert_start = own.table::<i32>(slot + call.handle.expert_start, shape.local_experts() + 1)?;
     let expert_count = own.table::<i32>(slot + call.handle.expert_count, shape.local_experts())?;
     let starts = totals.starts(rank.me, shape);
-    let tokens = totals.received(rank.me);
-    let rows = match shape.placement {
-        Placement::Plain => tokens,
-        Placement::Expanded => starts.last().copied().unwrap_or(0),
+    let told = match over {
+        None => [totals.received(rank.me, shape).map(|n| n as u32), [0, 0]],
+        Some(over) => [[0, 0], over.needed],
     };
-    let told = if over { [0, 0, tokens, rows] } else { [tokens, rows, 0, 0] };
-    for (i, value) in told.into_iter().enumerate() {
+    for (i, &value) in told.as_flattened().iter().enumerate() {
         counts.set(i, value as i32)?;
     }
-    let unless_over = |value: usize| if over { 0 } else { value as i32 };
+    let unless_over = |value: usize| if over.is_some() { 0 } else { value as i32 };
     let mut sum = 0;
     for (s, to) in totals.tokens.iter().enumerate() {
         sum += to[rank.me];

@@ -13,12 +13,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 pub(crate) use self::collective::HostCollectives;
+use self::exchange::Over;
 use self::memory::Area;
 use self::wait::Waits;
 use super::{Backend, CombineCall, Copy2d, DispatchCall, DispatchOutcome, Order, Problem, Ran};
 use crate::config::BackendKind;
 use crate::error::{Error, Result};
-use crate::layout::{HeapLayout, Operation, Phase, WorkspaceLayout};
+use crate::layout::{HandleLayout, HeapLayout, Operation, Phase, WorkspaceLayout};
 use crate::stream::{Event, StreamRef};
 use crate::symmetric::Heap;
 
@@ -36,7 +37,10 @@ struct State {
     dispatch: u32,
     combine: u32,
     barrier: u32,
-    problem: Option<(u32, Problem)>,
+    /// The newest dispatch over capacity.
+    over: Option<Over>,
+    /// The newest one with wrong ids, and its number.
+    wrong: Option<(u32, Problem)>,
 }
 
 /// What an operation works with.
@@ -102,8 +106,14 @@ impl Backend for HostBackend {
         let mut state = self.state();
         state.dispatch = state.dispatch.wrapping_add(1);
         let number = state.dispatch;
-        let (counts, problem) = dispatch::run(&self.rank(Operation::Dispatch, number)?, call, number)?;
-        state.problem = problem.clone().map(|problem| (number, problem));
+        let (shape, exact) = (call.shape, call.exact);
+        let ran = dispatch::run(&self.rank(Operation::Dispatch, number)?, call, number)?;
+        state.over = ran.over.or(state.over);
+        if let Some(wrong) = &ran.wrong {
+            state.wrong = Some((number, wrong.clone()));
+        }
+        let problem = ran.over.map(|over| Problem::capacity(&shape, over.rank, over.needed)).or(ran.wrong);
+        let counts = exact.then_some(ran.counts);
         Ok(Ok(DispatchOutcome { number, counts, problem, event: Event::complete() }))
     }
 
@@ -136,7 +146,20 @@ impl Backend for HostBackend {
     }
 
     fn problem(&self, ran: Ran<'_>) -> Result<Option<Problem>> {
-        Ok(self.state().problem.clone().filter(|(of, _)| *of == ran.number).map(|(_, problem)| problem))
+        if ran.cached {
+            return Ok(None);
+        }
+        let (me, slot) = (self.heap.rank(), self.layout.handles.at(ran.handle_slot));
+        let cells =
+            Area::new(&self.heap, me)?.table::<i32>(slot + ran.handle.counts, HandleLayout::COUNTS)?;
+        let needed = [cells.get(2)? as u32, cells.get(3)? as u32];
+        let state = self.state();
+        if needed != [0, 0] {
+            // The numbers are the call's own; the rank is that of the newest one with these numbers.
+            let rank = state.over.filter(|over| over.needed == needed).map_or(me, |over| over.rank);
+            return Ok(Some(Problem::capacity(ran.shape, rank, needed)));
+        }
+        Ok(state.wrong.clone().filter(|(of, _)| *of == ran.number).map(|(_, problem)| problem))
     }
 
     unsafe fn copy(&self, copy: Copy2d, order: Order<'_>) -> Result<Event> {

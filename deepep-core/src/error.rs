@@ -243,6 +243,15 @@ pub enum Error {
         waited: Duration,
     },
 
+    /// A copy of [`device`](crate::device) has not ended in time: the device hangs, or has very much to do.
+    #[error("{what} has not ended after {waited:?}; what it uses stays until it has")]
+    CopyUnfinished {
+        /// The copy.
+        what: String,
+        /// How long was waited.
+        waited: Duration,
+    },
+
     /// A peer closed its connection or was dropped.
     #[error("{phase}: rank {rank} has left")]
     PeerLeft {

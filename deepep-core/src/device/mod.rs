@@ -19,15 +19,18 @@
 mod read;
 
 use std::fmt;
+use std::mem::ManuallyDrop;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use cuda_vmm::sys::{CUresult, CUstream, CallError, Driver};
+use cuda_vmm::sys::{CUstream, CallError, Driver};
 use cuda_vmm::{Context, Cuda, Device, Grant, Granularity, Properties, SegmentedRange};
 use once_cell::sync::OnceCell;
 
 pub use self::read::read;
 use crate::backend::cuda::{Stream, Uncaptured, call_failed, capable, until};
 use crate::error::{Error, Result};
+use crate::left_behind;
 use crate::tensor::{DType, Extent, Space, TensorMut, TensorRef};
 
 /// Sizes are multiples of this, which every device's granularity divides.
@@ -42,14 +45,21 @@ const PIECE: usize = 32 << 20;
 /// It is made with virtual memory management, so that neither making nor dropping it waits for kernels. Its size is rounded up to 2 MiB: one
 /// range for many tensors is better than many ranges.
 ///
-/// Copies have run when their call returns, or a minute has gone by. They are on a stream of the memory's own, and ordered with nothing else: wait for the
-/// event of the operation that uses the memory first. They don't wait for other work of the device, and streams may be captured meanwhile.
+/// Copies have run when their call returns without an error. They are on a stream of the memory's own, and ordered with nothing else: wait for the
+/// event of the operation that uses the memory first. They don't wait for other work of the device, and streams may be captured meanwhile. The driver
+/// takes the bytes from ordinary memory, and brings them there, inside of its own calls as long as the copy alone takes; pinned memory would end sooner with
+/// a device that hangs, but pinning can wait for kernels, hence for other ranks. What comes after that is waited for at most a minute.
 #[doc(alias = "cuMemCreate")]
 pub struct DeviceMemory {
     context: Context,
     /// Of its copies, if there are any.
     stream: OnceCell<Stream>,
-    range: SegmentedRange,
+    /// A copy has failed or taken too long, and may still run.
+    unfinished: AtomicBool,
+    /// The longest wait for a copy.
+    patience: Duration,
+    /// Dropped only if no copy uses it.
+    range: ManuallyDrop<SegmentedRange>,
 }
 
 impl DeviceMemory {
@@ -66,7 +76,13 @@ impl DeviceMemory {
             .create(Properties::device(device.ordinal()), size)
             .grant(Grant::device(device.ordinal()))
             .build()?;
-        Ok(Self { context: device.primary_context()?, stream: OnceCell::new(), range })
+        Ok(Self {
+            context: device.primary_context()?,
+            stream: OnceCell::new(),
+            unfinished: AtomicBool::new(false),
+            patience: PATIENCE,
+            range: ManuallyDrop::new(range),
+        })
     }
 
     /// The device whose memory it is.
@@ -87,7 +103,8 @@ impl DeviceMemory {
     /// Writes bytes at an offset.
     ///
     /// # Errors
-    /// [`Shape`](Error::Shape) if they don't fit, [`Vmm`](Error::Vmm) if the driver refuses, [`Invalid`](Error::Invalid) if they are not there after a minute.
+    /// [`Shape`](Error::Shape) if they don't fit, [`Vmm`](Error::Vmm) if the driver refuses, [`CopyUnfinished`](Error::CopyUnfinished) if they are not there after a
+    /// minute: whatever the copy uses then stays until it has ended, if need be until the process does.
     #[doc(alias = "cuMemcpyHtoDAsync")]
     pub fn write(&self, offset: usize, bytes: &[u8]) -> Result<()> {
         let mut to = self.part(offset, bytes.len())?;
@@ -147,7 +164,7 @@ impl DeviceMemory {
         Err(Error::Shape { tensor: "bytes", got, expected })
     }
 
-    /// As [`copied`], on this memory's stream.
+    /// As [`copied`], on this memory's stream. What the copies use of this memory stays as long as they may run.
     fn copy(
         &self,
         bytes: Vec<u8>,
@@ -156,7 +173,9 @@ impl DeviceMemory {
         enqueue: impl FnOnce(&Driver, &mut [u8], CUstream) -> Result<(), CallError>,
     ) -> Result<Vec<u8>> {
         let stream = self.stream.get_or_try_init(|| Stream::new(&self.context))?;
-        copied(&self.context, stream, bytes, &format!("{verb} {length} bytes of device memory"), enqueue)
+        let what = format!("{verb} {length} bytes of device memory");
+        let unfinished = || self.unfinished.store(true, Ordering::Release);
+        copied(&self.context, stream, bytes, &what, self.patience, unfinished, enqueue)
     }
 
     /// A part as a matrix, row after row.
@@ -224,6 +243,26 @@ impl DeviceMemory {
     }
 }
 
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        let has_run = |stream: &Stream| {
+            let _bound = self.context.bind()?;
+            let _uncaptured = Uncaptured::new(self.context.device().cuda().driver());
+            stream.has_run()
+        };
+        let may_run = *self.unfinished.get_mut()
+            && self.stream.get().is_some_and(|stream| !has_run(stream).unwrap_or(false));
+        if may_run {
+            let (bytes, device) = (self.bytes(), self.device().ordinal());
+            return left_behind::say(format_args!(
+                "{bytes} bytes of device {device} were dropped while a copy may still use them; they stay until the process ends"
+            ));
+        }
+        // SAFETY: dropped once, here, and not used afterwards.
+        unsafe { ManuallyDrop::drop(&mut self.range) };
+    }
+}
+
 impl fmt::Debug for DeviceMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DeviceMemory")
@@ -243,12 +282,15 @@ pub fn usable(cuda: &Cuda) -> Result<Vec<Device>> {
     capable(cuda)
 }
 
-/// Enqueues copies from or into `bytes` and waits until they have run, at most for [`PATIENCE`]. Bytes that copies may still use then stay for good.
+/// Enqueues copies from or into `bytes` and waits until they have run, at most for `limit`. Bytes that copies may still use then stay for good, and `unfinished`
+/// sees to whatever else they use.
 fn copied(
     context: &Context,
     stream: &Stream,
     mut bytes: Vec<u8>,
     what: &str,
+    limit: Duration,
+    unfinished: impl FnOnce(),
     enqueue: impl FnOnce(&Driver, &mut [u8], CUstream) -> Result<(), CallError>,
 ) -> Result<Vec<u8>> {
     let _bound = context.bind()?;
@@ -257,27 +299,22 @@ fn copied(
     let _uncaptured = Uncaptured::new(driver);
     let failed = |source: CallError| call_failed(what.to_owned(), source);
     let enqueued = enqueue(driver, &mut bytes, stream.raw());
-    let ended = until(PATIENCE, || {
-        // SAFETY: the stream is alive.
-        match unsafe { driver.cuStreamQuery(stream.raw()) } {
-            Ok(()) => Ok(Some(())),
-            Err(error) if error.status() == Some(CUresult::CUDA_ERROR_NOT_READY) => Ok(None),
-            Err(source) => Err(failed(source)),
-        }
-    });
+    let ended = until(limit, || Ok(stream.has_run()?.then_some(())));
     if let Ok(Some(())) = ended {
         return enqueued.map(|()| bytes).map_err(failed);
     }
     // Copies may still be running.
     std::mem::forget(bytes);
+    unfinished();
     enqueued.map_err(failed)?;
     ended?;
-    Err(Error::invalid("a copy", what, format!("must have run within {PATIENCE:?}")))
+    Err(Error::CopyUnfinished { what: what.to_owned(), waited: limit })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cuda_vmm::sys::CUresult;
     use cuda_vmm_emu::{Config, Emulator};
 
     pub(super) fn on_emulator(body: impl FnOnce(&Device)) {
@@ -348,6 +385,53 @@ mod tests {
             // SAFETY: as above; what it waits for is there.
             unsafe { driver.cuStreamSynchronize(std::ptr::null_mut()) }.unwrap();
         });
+    }
+
+    #[test]
+    fn memory_of_a_copy_that_may_still_run_stays() {
+        for (opened, left) in [(true, 0), (false, 1)] {
+            let emulator = Emulator::new(Config::h200x2()).unwrap();
+            {
+                let device = Cuda::with_driver(emulator.driver()).unwrap().device(1).unwrap();
+                let mut memory = DeviceMemory::new(&device, 64).unwrap();
+                let gate = DeviceMemory::new(&device, 4).unwrap();
+                gate.write(0, &[0; 4]).unwrap();
+                memory.patience = Duration::from_millis(20);
+                memory.fill(0, 8, 1).unwrap();
+                {
+                    let context = device.primary_context().unwrap();
+                    let (_bound, stream) = (context.bind().unwrap(), memory.stream.get().unwrap());
+                    // SAFETY: the word lies in memory that outlives the wait.
+                    unsafe { device.cuda().driver().cuStreamWaitValue32(stream.raw(), gate.address(), 1, 0) }
+                        .unwrap();
+                }
+                let late = memory.fill(0, 8, 2).unwrap_err();
+                assert!(matches!(late, Error::CopyUnfinished { .. }), "{late}");
+                let says = "setting 8 bytes of device memory has not ended after 20ms";
+                assert!(late.to_string().starts_with(says), "{late}");
+                let address = memory.address();
+                let open = || gate.write(0, &1_u32.to_ne_bytes()).unwrap();
+                if opened {
+                    open();
+                    // Ordered behind the late one.
+                    memory.patience = PATIENCE;
+                    let mut got = [0; 2];
+                    memory.read(0, &mut got).unwrap();
+                    assert_eq!(got, [2, 2]);
+                }
+                drop(memory);
+                if !opened {
+                    open();
+                    // It ends well.
+                    let ended =
+                        until(PATIENCE, || Ok((emulator.read(address, 2).unwrap() == [2, 2]).then_some(())));
+                    assert_eq!(ended.unwrap(), Some(()));
+                }
+            }
+            let ledger = emulator.ledger();
+            assert_eq!(ledger.reservations.len(), left, "{ledger}");
+            assert!(ledger.incidents.is_empty(), "{ledger}");
+        }
     }
 
     #[test]

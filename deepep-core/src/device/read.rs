@@ -2,7 +2,7 @@
 
 use cuda_vmm::Device;
 
-use super::copied;
+use super::{PATIENCE, copied};
 use crate::backend::cuda::Stream;
 use crate::error::Result;
 use crate::ops::require_device;
@@ -13,7 +13,9 @@ use crate::tensor::{Extent, Space, TensorRef};
 /// Only elements are read, nothing that lies between them. Elements that follow each other, in rows or in columns, are read together.
 ///
 /// # Errors
-/// [`Vmm`](crate::Error::Vmm) if the driver refuses; [`OtherDevice`](crate::Error::OtherDevice) for memory of another device than this.
+/// [`OtherDevice`](crate::Error::OtherDevice) for memory of another device than this; [`Vmm`](crate::Error::Vmm) if the driver refuses, and
+/// [`CopyUnfinished`](crate::Error::CopyUnfinished) if it takes more than a minute. Behind the last two copies may still be under way: like that of other work that a
+/// view was given to, its memory stays until they have run.
 #[doc(alias = "cuMemcpyDtoHAsync")]
 pub fn read(device: &Device, view: TensorRef<'_>) -> Result<Vec<u8>> {
     if view.bytes() == 0 {
@@ -87,13 +89,22 @@ fn download(device: &Device, view: &Extent, pieces: Pieces) -> Result<Vec<u8>> {
     let context = device.primary_context()?;
     let stream = Stream::new(&context)?;
     let what = format!("reading {length} bytes of device memory");
-    copied(&context, &stream, vec![0; length], &what, |driver, bytes, stream| {
-        pieces.addresses(view).zip(bytes.chunks_exact_mut(pieces.length)).try_for_each(|(from, to)| {
-            // SAFETY: the view that the caller has promises that its elements' memory is there, and a piece has nothing but elements; `to` has
-            // that length, and is kept until the copies have run, or for good.
-            unsafe { driver.cuMemcpyDtoHAsync(to.as_mut_ptr().cast(), from, to.len(), stream) }
-        })
-    })
+    // What else they use is the view's memory, which its owner was told of.
+    copied(
+        &context,
+        &stream,
+        vec![0; length],
+        &what,
+        PATIENCE,
+        || (),
+        |driver, bytes, stream| {
+            pieces.addresses(view).zip(bytes.chunks_exact_mut(pieces.length)).try_for_each(|(from, to)| {
+                // SAFETY: the view that the caller has promises that its elements' memory is there, and a piece has nothing but elements; `to` has
+                // that length, and is kept until the copies have run, or for good.
+                unsafe { driver.cuMemcpyDtoHAsync(to.as_mut_ptr().cast(), from, to.len(), stream) }
+            })
+        },
+    )
 }
 
 #[cfg(test)]

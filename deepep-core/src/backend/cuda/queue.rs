@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use cuda_vmm::Context;
-use cuda_vmm::sys::{CUevent, CUresult, CUstream, CUstreamCaptureStatus, Driver};
+use cuda_vmm::sys::{CUevent, CUstream, CUstreamCaptureStatus, Driver};
 
 use super::call_failed;
 use super::events::{CudaEvent, EventPool};
@@ -176,12 +176,7 @@ impl Queue {
     /// Whether all work of the own stream has run; it comes after every operation before. The context is current.
     fn own_has_run(&self) -> Result<bool> {
         let _relaxed = Uncaptured::new(self.driver());
-        // SAFETY: the stream lives as long as this.
-        match unsafe { self.driver().cuStreamQuery(self.own.raw()) } {
-            Ok(()) => Ok(true),
-            Err(error) if error.status() == Some(CUresult::CUDA_ERROR_NOT_READY) => Ok(false),
-            Err(source) => Err(call_failed("waiting for a stream".into(), source)),
-        }
+        self.own.has_run()
     }
 
     fn newest(&self) -> MutexGuard<'_, Last> {

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::AtomicUsize;
 
-use cuda_vmm::sys::Function;
+use cuda_vmm::sys::{CUresult, Function};
 use cuda_vmm::{Cuda, Device};
 use cuda_vmm_emu::{Config, Emulator, Faults};
 

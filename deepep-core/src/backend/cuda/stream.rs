@@ -3,7 +3,7 @@
 use std::ptr;
 
 use cuda_vmm::Context;
-use cuda_vmm::sys::{CUstream, CUstream_flags};
+use cuda_vmm::sys::{CUresult, CUstream, CUstream_flags};
 
 use super::call_failed;
 use crate::error::Result;
@@ -32,6 +32,17 @@ impl Stream {
 
     pub(crate) fn raw(&self) -> CUstream {
         self.raw
+    }
+
+    /// Whether all of its work has run. Its context is current.
+    pub(crate) fn has_run(&self) -> Result<bool> {
+        let driver = self.context.device().cuda().driver();
+        // SAFETY: the stream is alive.
+        match unsafe { driver.cuStreamQuery(self.raw) } {
+            Ok(()) => Ok(true),
+            Err(error) if error.status() == Some(CUresult::CUDA_ERROR_NOT_READY) => Ok(false),
+            Err(source) => Err(call_failed("waiting for a stream".into(), source)),
+        }
     }
 }
 

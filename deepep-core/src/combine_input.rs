@@ -12,12 +12,13 @@ use crate::layout::InputLayout;
 use crate::stream::{Event, StreamRef};
 use crate::tensor::{DType, Home, TensorMut, TensorRef};
 
-/// Room for the experts' outputs in the symmetric heap: what lies here need not be sent in a plain [combine](crate::ElasticBuffer::combine), the ranks
-/// of the tokens read it where it is.
+/// Room for the experts' outputs in the symmetric heap: what lies here need not be sent in a plain [combine](crate::ElasticBuffer::combine) that
+/// [pulls](crate::Transfer::Pull), the ranks of the tokens read it where it is.
 ///
-/// Experts write their rows into [`x_mut`](Self::x_mut), combine gets [`x`](Self::x), and the memory can be written again when that combine has
-/// run: it ends only when all ranks have read. Every rank gives such a view, or none does ([`RanksDisagree`](Error::RanksDisagree)); a rank that has
-/// received nothing gives one without rows, `input.x().first_rows(0)`.
+/// Experts write their rows into [`x_mut`](Self::x_mut), combine gets [`x`](Self::x) and [`Transfer::Pull`](crate::Transfer::Pull), and the memory can be written
+/// again when that combine has run: it ends only when all ranks have read. All ranks choose the same transfer
+/// ([`RanksDisagree`](Error::RanksDisagree)); with [`Transfer::Auto`](crate::Transfer::Auto) every rank gives such a view, or none does, and a rank that has received
+/// nothing gives one without rows, `input.x().first_rows(0)`. Without either, rows are sent, from here as from anywhere.
 ///
 /// The views are this buffer's, like those of [results](crate::Dispatched): other buffers' operations and collectives refuse them. On the CUDA backend
 /// whoever enqueues work that writes the memory orders it behind the combines that were given it before, also by the holder of an earlier lease: on
@@ -30,7 +31,7 @@ use crate::tensor::{DType, Home, TensorMut, TensorRef};
 /// use std::time::Duration;
 /// use deepep_core::bootstrap::thread_group;
 /// use deepep_core::tensor::{TensorMut, TensorRef};
-/// use deepep_core::{BackendKind, CombineArgs, DispatchArgs, ElasticBuffer};
+/// use deepep_core::{BackendKind, CombineArgs, DispatchArgs, ElasticBuffer, Transfer};
 /// use half::bf16;
 ///
 /// let (tokens, hidden) = (3, 64);
@@ -59,7 +60,8 @@ use crate::tensor::{DType, Home, TensorMut, TensorRef};
 ///             }
 ///             let mut sum = vec![bf16::ZERO; tokens * hidden];
 ///             let out = TensorMut::matrix(&mut sum, tokens, hidden)?;
-///             buffer.combine(CombineArgs::new(input.x(), dispatched.handle(), out))?;
+///             let args = CombineArgs::new(input.x(), dispatched.handle(), out);
+///             buffer.combine(args.transfer(Transfer::Pull))?;
 ///             assert!(sum.iter().all(|&y| y == bf16::from_f32(4.0)));
 ///             buffer.close()
 ///         });

@@ -132,15 +132,16 @@ pub enum Error {
 
     /// A token selects one expert twice.
     #[error(
-        "topk_idx[{token}] of rank {rank} names expert {expert} in lanes {first} and {second}; experts of a token are distinct"
+        "topk_idx[{token}] of rank {rank} names expert {expert} {}; experts of a token are distinct",
+        Lanes(.first, .second)
     )]
     DuplicateExpert {
         /// Rank whose tensor it is.
         rank: usize,
         /// Row of `topk_idx`.
         token: usize,
-        /// First column with the expert.
-        first: usize,
+        /// First column with the expert, where that is known.
+        first: Option<usize>,
         /// Second column with the expert.
         second: usize,
         /// The expert.
@@ -373,6 +374,18 @@ impl fmt::Display for Ranks<'_> {
             comma = ", ";
         }
         Ok(())
+    }
+}
+
+/// Where a token names an expert twice.
+struct Lanes<'a>(&'a Option<usize>, &'a usize);
+
+impl fmt::Display for Lanes<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self(Some(first), second) => write!(f, "in lanes {first} and {second}"),
+            Self(None, second) => write!(f, "in lane {second} and in one before it"),
+        }
     }
 }
 

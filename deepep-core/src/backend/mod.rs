@@ -184,7 +184,7 @@ pub(crate) enum Problem {
     /// The lane counted as none.
     ExpertOutOfRange { rank: usize, token: usize, lane: usize, expert: i64, experts: usize },
     /// The second lane counted as none.
-    DuplicateExpert { rank: usize, token: usize, first: usize, second: usize, expert: i64 },
+    DuplicateExpert { rank: usize, token: usize, first: Option<usize>, second: usize, expert: i64 },
 }
 
 impl Problem {

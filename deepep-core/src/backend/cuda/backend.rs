@@ -36,7 +36,7 @@ struct Parts {
     engine: Engine,
     readback: Readback,
     queue: Queue,
-    plans: Mutex<Plan>,
+    plans: Mutex<PlansOfCalls>,
     /// Dispatches so far, captured ones included.
     dispatches: AtomicU32,
     /// A dispatch was captured: from then on the device counts calls that the host doesn't see.
@@ -49,7 +49,7 @@ struct Parts {
 }
 
 #[derive(Default)]
-struct Plan {
+struct PlansOfCalls {
     dispatch: Plans<DispatchShape, DispatchPlan>,
     combine: Plans<(CombineShape, DispatchShape, bool), CombinePlan>,
 }
@@ -121,7 +121,7 @@ impl CudaBackend {
         self.parts.queue.reports()
     }
 
-    fn plans(&self) -> MutexGuard<'_, Plan> {
+    fn plans(&self) -> MutexGuard<'_, PlansOfCalls> {
         self.parts.plans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -156,7 +156,7 @@ impl CudaBackend {
             reports.check()?;
         }
         // All ranks know that of each other.
-        let problem = if over { Some(self.over_capacity(shape, needed)) } else { self.wrong_ids(&ran)? };
+        let problem = if over { Some(self.over_capacity(shape, needed)) } else { self.wrong_ids(&ran) };
         Ok(DispatchOutcome { number, counts: Some(counts), problem, event: public(end) })
     }
 
@@ -170,23 +170,29 @@ impl CudaBackend {
         })
     }
 
-    fn wrong_ids(&self, ran: &Ran<'_>) -> Result<Option<Problem>> {
-        let Some((kind, record)) = self.bad_ids(ran.number) else { return Ok(None) };
-        self.told()[kind as usize] = record.sequence;
+    fn wrong_ids(&self, ran: &Ran<'_>) -> Option<Problem> {
+        let (kind, record) = self.bad_ids(ran.number)?;
         let (rank, token, lane) = (self.reports().rank(), record.index as usize, record.lane as usize);
         let (expert, experts) = (record.seen as i64, record.expected as usize);
-        if kind == RecordKind::BadExpert {
-            return Ok(Some(Problem::ExpertOutOfRange { rank, token, lane, expert, experts }));
-        }
-        // The lane that was kept is in the handle.
-        let first = if token < ran.shape.max_tokens {
-            let row = ran.handle.topk + token * ran.shape.topk * 4;
-            let kept = self.table(ran, row, ran.shape.topk)?;
-            kept[..lane.min(kept.len())].iter().position(|&id| i64::from(id) == expert)
+        let problem = if kind == RecordKind::BadExpert {
+            Problem::ExpertOutOfRange { rank, token, lane, expert, experts }
         } else {
-            None
+            let first = self.kept_lane(ran, token, lane, expert);
+            Problem::DuplicateExpert { rank, token, first, second: lane, expert }
         };
-        Ok(Some(Problem::DuplicateExpert { rank, token, first: first.unwrap_or(0), second: lane, expert }))
+        self.told()[kind as usize] = record.sequence;
+        Some(problem)
+    }
+
+    /// The lane that was kept of a token's two of one expert: it is in the handle. A detail that is left out if it can't be had, or if the dispatch may be another
+    /// than the handle's.
+    fn kept_lane(&self, ran: &Ran<'_>, token: usize, second: usize, expert: i64) -> Option<usize> {
+        if token >= ran.shape.max_tokens || self.parts.captured.load(Ordering::Acquire) {
+            return None;
+        }
+        let row = ran.handle.topk + token * ran.shape.topk * 4;
+        let kept = self.table(ran, row, ran.shape.topk).ok()?;
+        kept.iter().take(second).position(|&id| i64::from(id) == expert)
     }
 
     /// Numbers at an offset of a dispatch's handle slot.
@@ -228,7 +234,7 @@ impl Backend for CudaBackend {
         BackendKind::Cuda
     }
 
-    fn dispatch(&self, mut call: DispatchCall<'_>) -> Result<Result<DispatchOutcome>> {
+    fn dispatch(&self, call: DispatchCall<'_>) -> Result<Result<DispatchOutcome>> {
         let engine = &self.parts.engine;
         let planned = self.plans().dispatch.get(&call.shape, |shape| engine.plan_dispatch(shape));
         let plan = match planned {
@@ -274,8 +280,6 @@ impl Backend for CudaBackend {
             self.parts.captured.store(true, Ordering::Release);
         }
         let end = turn.end()?;
-        // What is written belongs to the kernel until it has run.
-        call.statistics = None;
         if call.exact {
             return self.outcome(number, &call, end).map(Ok);
         }
@@ -308,7 +312,9 @@ impl Backend for CudaBackend {
             Err(e) => return Ok(Err(e)),
         };
         // SAFETY: as in `dispatch`; the handle slot was filled by a dispatch of this shape with as many tokens, and x has every row that
-        // it names (checked against its counts, or its capacity, when the call was planned).
+        // it names (checked against its counts, or its capacity, when the call was planned). What peers are to read, x and the weights if there are any, lies
+        // in this rank's heap at the offsets in `pull` (`ops::combine` found them there), and the plan pulls if and only if there are any: that is part of
+        // its key.
         let launched = unsafe { engine.combine(&plan, &launch, turn.stream) };
         match launched {
             Ok(()) => Ok(Ok(public(turn.end()?))),
@@ -340,7 +346,7 @@ impl Backend for CudaBackend {
         if needed != [0, 0] {
             return Ok(Some(self.over_capacity(ran.shape, needed)));
         }
-        self.wrong_ids(&ran)
+        Ok(self.wrong_ids(&ran))
     }
 
     unsafe fn copy(&self, rows: Copy2d, order: Order<'_>) -> Result<Event> {
@@ -368,7 +374,9 @@ impl Drop for CudaBackend {
     fn drop(&mut self) {
         // A kernel may still read and write the heap, and wait for ranks that will not come. Waiting for it here could take as long as
         // its timeout: what it uses stays for as long as the process.
-        let Some(why) = self.queue().in_use() else {
+        let readback = self.parts.readback.may_run();
+        let copy = "a copy of a small table may be running (the driver refused to say when it ends)";
+        let Some(why) = self.queue().in_use().or(readback.then_some(copy)) else {
             let context = self.queue().context().clone();
             // None of this is part of a graph that somebody captures.
             let _relaxed = Uncaptured::new(context.device().cuda().driver());

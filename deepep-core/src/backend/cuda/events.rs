@@ -55,9 +55,10 @@ impl EventPool {
 
     /// Records an event at the end of a stream of the pool's context, which is current and not being captured.
     #[cfg(test)]
-    pub(crate) fn record(&self, stream: CUstream) -> Result<Arc<CudaEvent>> {
+    pub(crate) fn record(&self, stream: &super::stream::Stream) -> Result<Arc<CudaEvent>> {
         let event = self.take(false)?;
-        event.record(stream)?;
+        // SAFETY: the stream is borrowed; tests give one of the pool's context, and make that current.
+        unsafe { event.record(stream.raw())? };
         Ok(event)
     }
 }
@@ -82,9 +83,12 @@ impl CudaEvent {
         self.context.device().cuda().driver()
     }
 
-    /// Records it at the end of a stream of the pool's context, which is current.
-    pub(crate) fn record(&self, stream: CUstream) -> Result<()> {
-        // SAFETY: the event came from the pool and is nobody else's yet; the stream belongs to the current context.
+    /// Records it at the end of a stream.
+    ///
+    /// # Safety
+    /// The stream is alive, and belongs to the pool's context, which is current. The event was taken from the pool for this, and is nobody else's yet.
+    pub(crate) unsafe fn record(&self, stream: CUstream) -> Result<()> {
+        // SAFETY: the event lives as long as this; the rest is the caller's promise.
         unsafe { self.driver().cuEventRecord(self.raw, stream) }
             .map_err(|source| call_failed("recording an event".into(), source))
     }

@@ -137,6 +137,11 @@ impl Readback {
         Ok(Self { context: context.clone(), stream, events, reports: reports.clone(), staging })
     }
 
+    /// Whether a copy may still be running: its end is not known.
+    pub(crate) fn may_run(&self) -> bool {
+        self.staging.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+    }
+
     /// `count` numbers at an address of this device.
     ///
     /// # Safety
@@ -163,7 +168,8 @@ impl Readback {
         // run, below; the caller vouches for the source.
         unsafe { driver.cuMemcpyDtoHAsync(to.cast(), address, bytes, stream) }
             .map_err(|source| call_failed(format!("reading {bytes} bytes of device memory"), source))?;
-        copied.record(stream)?;
+        // SAFETY: the stream lives as long as this, and its context is current; the event was taken for this.
+        unsafe { copied.record(stream)? };
         copied.wait_reached("a copy of a small table", self.reports.patience())?;
         // SAFETY: the copy has run; the memory holds `count` numbers, page-aligned, and the lock keeps others away.
         let numbers = unsafe { std::slice::from_raw_parts(to.cast::<i32>(), count) }.to_vec();
@@ -234,7 +240,7 @@ mod tests {
                 // SAFETY: the word lies in memory that outlives the work.
                 unsafe { device.cuda().driver().cuStreamWaitValue32(busy.raw(), memory.address(), 1, 0) }
                     .unwrap();
-                readback.events.record(busy.raw()).unwrap()
+                readback.events.record(&busy).unwrap()
             };
             // SAFETY: the numbers are written above and not again.
             unsafe {

@@ -109,7 +109,7 @@ fn operations_wait_for_the_callers_event() {
         blocked_by(queue, &memory, producer.raw());
         let ready = {
             let _bound = queue.context().bind().unwrap();
-            events.record(producer.raw()).unwrap()
+            events.record(&producer).unwrap()
         };
         // SAFETY: the event was recorded and outlives its use.
         let after = Some(unsafe { EventRef::from_raw(ready.as_raw()) });
@@ -237,7 +237,7 @@ fn a_call_that_can_not_be_ordered_can_be_repeated() {
         let events = EventPool::new(queue.context().clone(), queue.reports().clone());
         let ready = {
             let _bound = queue.context().bind().unwrap();
-            events.record(queue.own.raw()).unwrap()
+            events.record(&queue.own).unwrap()
         };
         // SAFETY: the event was recorded and outlives its use.
         let after = Some(unsafe { EventRef::from_raw(ready.as_raw()) });

@@ -56,6 +56,8 @@ struct Layer {
     calls: RefCell<Vec<Function>>,
     /// Calls before the one that fails, and how it does.
     fails: Cell<Option<(usize, CUresult)>>,
+    /// A function whose next call fails, and how.
+    fails_next: Cell<Option<(Function, CUresult)>>,
     capture: Cell<CUstreamCaptureStatus>,
     kernel: RefCell<Option<Launched>>,
 }
@@ -77,6 +79,7 @@ impl Recorder {
             below: emulator.driver(),
             calls: RefCell::default(),
             fails: Cell::default(),
+            fails_next: Cell::default(),
             capture: Cell::new(CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE),
             kernel: RefCell::default(),
         });
@@ -111,9 +114,14 @@ impl Recorder {
         self.layer.fails.set(Some((before, code)));
     }
 
-    /// Whether the call that was to fail has not come yet; it does not fail any more.
+    /// Makes the next call of one function fail.
+    pub(super) fn fail_next(&self, function: Function, code: CUresult) {
+        self.layer.fails_next.set(Some((function, code)));
+    }
+
+    /// Whether a call that was to fail has not come yet; it does not fail any more.
     pub(super) fn spare(&self) -> bool {
-        self.layer.fails.take().is_some()
+        self.layer.fails.take().is_some() | self.layer.fails_next.take().is_some()
     }
 
     /// What the driver says of every stream from now on.
@@ -133,6 +141,12 @@ fn enter(function: Function, body: impl FnOnce(&Layer) -> CUresult) -> CUresult 
         return CUresult::CUDA_ERROR_DEINITIALIZED;
     };
     layer.calls.borrow_mut().push(function);
+    if let Some((next, code)) = layer.fails_next.get()
+        && next == function
+    {
+        layer.fails_next.set(None);
+        return code;
+    }
     match layer.fails.get() {
         Some((0, code)) => {
             layer.fails.set(None);

@@ -160,7 +160,7 @@ mod tests {
             // SAFETY: the gate is there until it was opened and passed.
             unsafe { driver.cuStreamWaitValue32(stream.raw(), gate.address().get(), 1, 0) }.unwrap();
             let events = EventPool::new(context.clone(), reports.clone());
-            let end = events.record(stream.raw()).unwrap();
+            let end = events.record(&stream).unwrap();
             let open = || context.upload(&gate, 0, &1_u32.to_ne_bytes()).unwrap();
             body(&reports, &end, &open);
             open();

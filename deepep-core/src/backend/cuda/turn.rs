@@ -75,7 +75,9 @@ impl<'q> Turn<'q> {
     }
 
     fn record(&mut self, event: &Arc<CudaEvent>) -> Result<()> {
-        let recorded = event.record(self.stream);
+        // SAFETY: the stream is the caller's, alive as long as the call, or the own one, of the context that this keeps current (`Queue::turn`). The event was
+        // taken for this turn.
+        let recorded = unsafe { event.record(self.stream) };
         // What is captured does not run.
         if !self.captured {
             *self.last = match recorded {

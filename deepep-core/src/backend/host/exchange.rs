@@ -125,6 +125,7 @@ pub(super) fn count(
             };
             let first = lanes[..k].iter().position(|&lane| lane == id && id >= 0);
             if let Some(first) = first {
+                let first = Some(first);
                 twice.get_or_insert(Problem::DuplicateExpert { rank, token, first, second: k, expert });
             }
             let known = id >= 0 && first.is_none();

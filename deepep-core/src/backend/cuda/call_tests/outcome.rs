@@ -3,6 +3,8 @@
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use cuda_vmm::sys::CUresult;
+
 use super::super::status::write_record;
 use super::*;
 use crate::jit::params::DispatchParams;
@@ -83,6 +85,54 @@ fn wrong_ids_do_not_lose_the_result() {
         assert!(matches!(outcome, Err(Error::CapacityExceeded { needed: 9, .. })), "{outcome:?}");
         drop(dispatched);
     });
+}
+
+/// Which lane of two was kept is read from the device: a detail, without which the call is no worse.
+#[test]
+fn a_detail_that_can_not_be_read_does_not_break_the_buffer() {
+    let duplicate = |sequence| {
+        let record = StatusRecord { sequence, index: 3, lane: 1, seen: 0, ..StatusRecord::default() };
+        (RecordKind::DuplicateExpert, record)
+    };
+    for refused in [false, true] {
+        Recorder::run(|driver, cuda| {
+            let mut bench = Bench::new(cuda);
+            driver.on_launch(move |_, params| kernel(params, [5, 5, 0, 0], Some(duplicate(1))));
+            if refused {
+                driver.fail_next(F::cuStreamCreate, CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+            }
+            let outcome = bench.dispatch(|args| args);
+            assert!(!driver.spare());
+            let Err(Error::WrongIds { problem, dispatched }) = outcome else { panic!("{outcome:?}") };
+            // Kernels here write no tables: all lanes of the handle name expert 0.
+            let Error::DuplicateExpert { token: 3, first, second: 1, expert: 0, .. } = *problem else {
+                panic!("{problem}")
+            };
+            assert_eq!(first, if refused { None } else { Some(0) });
+            let lanes = if refused { "in lane 1 and in one before it" } else { "in lanes 0 and 1" };
+            assert!(problem.to_string().contains(lanes), "{problem}");
+            driver.on_launch(|_, _| {});
+            bench.combine(&dispatched, |args| args).unwrap().wait(LONG).unwrap();
+            assert!(dispatched.check().unwrap_err().to_string().contains("in lanes 0 and 1"));
+            drop(dispatched);
+        });
+    }
+}
+
+/// Nothing says any more that a copy out of the heap has ended: it stays.
+#[test]
+fn memory_stays_if_the_end_of_a_readback_is_lost() {
+    let emulator = Recorder::run_leaving(|driver, cuda| {
+        let mut bench = Bench::new(cuda);
+        let got = bench.dispatch(no_counts).unwrap();
+        got.event().wait(LONG).unwrap();
+        driver.fail_next(F::cuEventRecord, CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+        let lost = got.check();
+        assert!(matches!(lost, Err(Error::Vmm(_))) && !driver.spare(), "{lost:?}");
+        drop(got);
+        bench.buffer.close().unwrap();
+    });
+    assert!(!emulator.ledger().is_empty());
 }
 
 #[test]

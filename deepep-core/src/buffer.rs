@@ -1,8 +1,8 @@
 //! The buffer: symmetric memory of all ranks, and the operations on it.
 
 use std::fmt;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use cuda_vmm::{Cuda, Device};
@@ -32,13 +32,21 @@ pub(crate) struct Shared {
     outputs: Slots,
     handles: Slots,
     inputs: Slots,
-    /// An operation has failed: ranks may still read here.
-    pub(crate) broken: AtomicBool,
+    /// The first operation that failed: ranks may still read here.
+    broken: OnceLock<String>,
     /// After the backend, which works on it.
     pub(crate) heap: Arc<Heap>,
 }
 
 impl Shared {
+    /// An error if an operation has failed.
+    pub(crate) fn check(&self) -> Result<()> {
+        match self.broken.get() {
+            Some(reason) => Err(Error::Broken { reason: reason.clone() }),
+            None => Ok(()),
+        }
+    }
+
     pub(crate) fn slots(&self, kind: SlotKind) -> &Slots {
         match kind {
             SlotKind::Output => &self.outputs,
@@ -114,7 +122,6 @@ pub struct ElasticBuffer {
     shared: Arc<Shared>,
     device: Device,
     domain: Domain,
-    broken: Option<String>,
     bootstrap: Box<dyn Bootstrap>,
 }
 
@@ -267,17 +274,13 @@ impl ElasticBuffer {
     }
 
     fn check(&self) -> Result<()> {
-        match &self.broken {
-            Some(reason) => Err(Error::Broken { reason: reason.clone() }),
-            None => Ok(()),
-        }
+        self.shared.check()
     }
 
     /// The outer result is about the buffer, the inner one about one call.
     fn settle<T>(&mut self, outcome: Result<Result<T>>) -> Result<T> {
         outcome.unwrap_or_else(|error| {
-            self.broken = Some(error.to_string());
-            self.shared.broken.store(true, Ordering::Release);
+            self.shared.broken.get_or_init(|| error.to_string());
             Err(error)
         })
     }
@@ -427,14 +430,14 @@ fn assemble(
         outputs: Slots::new(config.output_slots),
         handles: Slots::new(config.handle_slots),
         inputs: Slots::new(config.combine_inputs),
-        broken: AtomicBool::new(false),
+        broken: OnceLock::new(),
         config,
         layout,
         backend,
         heap,
     });
     bootstrap.barrier()?;
-    Ok(ElasticBuffer { shared, device: seat.device, domain, broken: None, bootstrap })
+    Ok(ElasticBuffer { shared, device: seat.device, domain, bootstrap })
 }
 
 impl fmt::Debug for ElasticBuffer {
@@ -444,7 +447,7 @@ impl fmt::Debug for ElasticBuffer {
             .field("domain", &self.domain)
             .field("backend", &self.backend())
             .field("heap", self.heap())
-            .field("broken", &self.broken)
+            .field("broken", &self.shared.broken.get())
             .finish_non_exhaustive()
     }
 }

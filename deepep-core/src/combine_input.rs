@@ -2,7 +2,6 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use crate::backend::{Copy2d, Order};
 use crate::buffer::Shared;
@@ -98,12 +97,12 @@ impl CombineInput {
         Ok(Self { lease: Lease::take(shared, SlotKind::Input)?, columns })
     }
 
-    /// The same memory for calls with narrower rows, or fewer experts a token, than the buffer was made for. Without this, rows and weights have the columns
+    /// Takes the same memory for calls with narrower rows, or fewer experts a token, than the buffer was made for. Without this, rows and weights have the columns
     /// of the [configuration](crate::Config).
     ///
     /// # Errors
-    /// [`Invalid`](Error::Invalid) for more columns than that.
-    pub fn shaped(mut self, hidden: usize, topk: usize) -> Result<Self> {
+    /// [`Invalid`](Error::Invalid) for more columns than that, or none; then nothing has changed.
+    pub fn reshape(&mut self, hidden: usize, topk: usize) -> Result<()> {
         let config = &self.lease.shared.config;
         for (name, asked, most) in [("hidden", hidden, config.hidden), ("topk", topk, config.topk)] {
             if asked == 0 || asked > most {
@@ -112,7 +111,7 @@ impl CombineInput {
             }
         }
         self.columns = [hidden, topk];
-        Ok(self)
+        Ok(())
     }
 
     /// Rows that there is room for: every token that a rank can receive.
@@ -136,7 +135,7 @@ impl CombineInput {
     /// [`Broken`](Error::Broken) if a call of the buffer has said that an operation failed: other ranks may still be reading. (An event alone that says so
     /// does not count. Whoever writes then changes nothing that a peer takes for good: it has heard of the failure, too.)
     pub fn x_mut(&mut self) -> Result<TensorMut<'_>> {
-        self.writable()?;
+        self.lease.shared.check()?;
         let (at, home) = (self.at(self.layout().rows), self.home());
         // SAFETY: as in `x`; the lease is borrowed exclusively, and no combine reads here any more: on the host none that has returned without an
         // error does, and none has failed; on a GPU the memory is written by work that is ordered behind them.
@@ -156,7 +155,7 @@ impl CombineInput {
     /// # Errors
     /// As [`x_mut`](Self::x_mut).
     pub fn weights_mut(&mut self) -> Result<TensorMut<'_>> {
-        self.writable()?;
+        self.lease.shared.check()?;
         let (at, home) = (self.at(self.layout().weights), self.home());
         // SAFETY: as in `x_mut`.
         Ok(unsafe { TensorMut::heap(at, home, DType::F32, self.lanes()) })
@@ -194,7 +193,7 @@ impl CombineInput {
         columns: usize,
         stream: Option<StreamRef<'_>>,
     ) -> Result<Event> {
-        self.writable()?;
+        self.lease.shared.check()?;
         let (shared, most, order) = (&self.lease.shared, self.rows(), Order { stream, after: None });
         shared.site.require(name, &from)?;
         from.require_dtype(name, &[dtype], dtype.name())?;
@@ -205,18 +204,14 @@ impl CombineInput {
         }
         // SAFETY: as in `x_mut`; the view is used for the copy alone.
         let to = unsafe { TensorMut::heap(at, self.home(), dtype, from.shape()) };
-        let copy = Copy2d::between(&from, &to)?;
+        let Some(copy) = Copy2d::between(&from, &to) else {
+            return Err(
+                from.refuse_strides(name, "the elements of a row must follow each other without gaps")
+            );
+        };
         // SAFETY: the rows lie in this slot, which the lease keeps and which is borrowed exclusively, so that the given view, a shared borrow, is elsewhere;
         // that it stays until the copy has run is what views promise.
         unsafe { shared.backend.copy(copy, order) }
-    }
-
-    fn writable(&self) -> Result<()> {
-        if self.lease.shared.broken.load(Ordering::Acquire) {
-            let reason = "an operation has failed, and other ranks may still be reading this memory".into();
-            return Err(Error::Broken { reason });
-        }
-        Ok(())
     }
 
     fn layout(&self) -> &InputLayout {

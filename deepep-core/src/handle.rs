@@ -308,7 +308,9 @@ impl Dispatched {
             return Err(Error::DType { tensor: "out", got: out.dtype(), expected });
         }
         out.require_shape("out", view.rows(), view.columns())?;
-        let copy = Copy2d::between(&view, &out)?;
+        let Some(copy) = Copy2d::between(&view, &out) else {
+            return Err(out.refuse_strides("out", "must be contiguous along the same dimension as the view"));
+        };
         // SAFETY: the view lies in this result's slot (checked), which the lease keeps; `out` is exclusively borrowed, hence elsewhere. That both
         // exist until the copy has run is what views of device memory promise.
         unsafe { shared.backend.copy(copy, order) }

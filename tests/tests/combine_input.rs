@@ -57,13 +57,14 @@ on_both_sides! {
                     }
                 }
             }
-            drop(inputs);
-            let input = buffer.combine_input().unwrap().shaped(HIDDEN / 2, 1).unwrap();
-            assert_eq!((input.x().shape(), input.weights().shape()), ([16, HIDDEN / 2], [16, 1]));
+            let [mut input, other] = inputs;
+            drop(other);
+            input.reshape(HIDDEN / 2, 1).unwrap();
             for (hidden, topk) in [(HIDDEN + 8, 1), (HIDDEN, TOPK + 1), (0, 1)] {
-                let error = buffer.combine_input().unwrap().shaped(hidden, topk).unwrap_err();
+                let error = input.reshape(hidden, topk).unwrap_err();
                 assert!(matches!(error, Error::Invalid { .. }), "{error}");
             }
+            assert_eq!((input.x().shape(), input.weights().shape()), ([16, HIDDEN / 2], [16, 1]));
             // It keeps the memory, not the buffer.
             buffer.close().unwrap();
             drop(input);
@@ -133,6 +134,15 @@ on_both_sides! {
             assert!(matches!(input.copy_in(good.fp8(), None), Err(Error::DType { tensor: "x", .. })));
             assert!(input.copy_weights_in(given.first_rows(0), None).is_ok());
             assert!(matches!(input.copy_weights_in(good.x(), None), Err(Error::DType { .. })));
+            // Columns after columns.
+            let rows = good.x();
+            // SAFETY: the tensor's memory, seen as another matrix of as many elements.
+            let columns = unsafe {
+                TensorRef::from_raw(rows.address(), rows.space(), DType::Bf16, [4, HIDDEN], [1, 4]).unwrap()
+            };
+            let error = input.copy_in(columns, None).unwrap_err();
+            let is_x = matches!(&error, Error::Stride { tensor: "x", strides, .. } if strides == &[1, 4]);
+            assert!(is_x && error.to_string().contains("elements of a row"), "{error}");
             // Rows of the expanded layout are summed first, or too many.
             let expanded = buffer.dispatch(DispatchArgs::new(good.x(), good.idx()).expanded(8)).unwrap();
             let error = sums(&good, &mut buffer, &expanded, input.x(), Transfer::Pull).unwrap_err().to_string();
@@ -181,9 +191,13 @@ on_both_sides! {
             for _ in 0..4 {
                 let dispatched = buffer.dispatch(DispatchArgs::new(good.x(), ids.view())).unwrap();
                 assert_eq!(dispatched.rows(), if rank == 0 { 2 * TOKENS } else { 0 });
-                let x = input.x().first_rows(dispatched.rows());
-                let sums = sums(&good, &mut buffer, &dispatched, x, Transfer::Pull).unwrap();
-                assert!(sums.iter().all(|&y| y == bf16::from_f32(5.0)));
+                // Of the input, or of any memory: what is not there is not read.
+                let (rows, none) = (dispatched.rows(), good.ones.part(DType::Bf16, 0, HIDDEN));
+                for of_input in [true, false] {
+                    let x = if rows > 0 || of_input { input.x().first_rows(rows) } else { none };
+                    let sums = sums(&good, &mut buffer, &dispatched, x, Transfer::Pull).unwrap();
+                    assert!(sums.iter().all(|&y| y == bf16::from_f32(5.0)));
+                }
             }
             buffer.close().unwrap();
         });
@@ -213,7 +227,12 @@ on_both_sides! {
                 buffer.synchronize(LONG).err();
                 // On GPUs the buffer hears of it with the next call.
                 buffer.barrier().unwrap_err();
-                assert!(matches!(input.x_mut(), Err(Error::Broken { .. })));
+                let told = |error: Error| match error {
+                    Error::Broken { reason } => assert!(reason.starts_with("ranks disagree: combine call"), "{reason}"),
+                    error => panic!("{error}"),
+                };
+                told(input.x_mut().map(drop).unwrap_err());
+                told(buffer.barrier().unwrap_err());
                 assert!(matches!(input.weights_mut(), Err(Error::Broken { .. })));
                 assert!(matches!(fill(&good, &buffer, &mut input, 2.0), Err(Error::Broken { .. })));
                 assert!(matches!(buffer.combine_input(), Err(Error::Broken { .. })));

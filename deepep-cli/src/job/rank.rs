@@ -181,8 +181,9 @@ impl<'a> Rank<'a> {
         let columns = if job.expanded.is_some() { 1 } else { topk };
         let rows = if job.exact { returned.len() / columns } else { self.weight_rows(dispatched) };
         let weights = memory.matrix(buffer, &bytes(returned), DType::F32, [rows, columns])?;
-        let mut input = if job.pull { Some(buffer.combine_input()?.shaped(hidden, topk)?) } else { None };
+        let mut input = if job.pull { Some(buffer.combine_input()?) } else { None };
         if let Some(input) = &mut input {
+            input.reshape(hidden, topk)?;
             // SAFETY: as below; the copies come before the combine on the buffer's own stream.
             let (y, weights) = unsafe { (y.view()?, weights.view()?) };
             input.copy_in(y, None)?;

@@ -54,8 +54,8 @@ pub(crate) struct Copy2d {
 }
 
 impl Copy2d {
-    /// From one tensor to another of the same shape, along the dimension in which both are contiguous.
-    pub(crate) fn between(from: &Extent, to: &Extent) -> Result<Self> {
+    /// From one tensor to another of the same shape, along the dimension in which both are contiguous; none if there is none.
+    pub(crate) fn between(from: &Extent, to: &Extent) -> Option<Self> {
         let [rows, columns] = from.shape();
         let size = from.dtype().size();
         let ([fr, fc], [tr, tc]) = (from.strides(), to.strides());
@@ -68,16 +68,11 @@ impl Copy2d {
             height,
         };
         if columns <= 1 || (fc == 1 && tc == 1) {
-            Ok(piece(columns, [fr, tr], rows))
+            Some(piece(columns, [fr, tr], rows))
         } else if rows <= 1 || (fr == 1 && tr == 1) {
-            Ok(piece(rows, [fc, tc], columns))
+            Some(piece(rows, [fc, tc], columns))
         } else {
-            Err(Error::Stride {
-                tensor: "out",
-                shape: to.shape().to_vec(),
-                strides: to.strides().to_vec(),
-                requirement: "must be contiguous along the same dimension as the view",
-            })
+            None
         }
     }
 }

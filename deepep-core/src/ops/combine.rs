@@ -67,6 +67,9 @@ impl<'a> CombineArgs<'a> {
     /// How rows of the plain layout travel. All ranks choose the same; with [`Transfer::Auto`] all ranks give an `x` (and weights) in the heap, or
     /// none does: an empty one counts as in the heap if it is a view of a [`CombineInput`](crate::CombineInput) or of a result.
     /// [`RanksDisagree`](Error::RanksDisagree) otherwise.
+    ///
+    /// [`Transfer::Pull`] where rows can't be pulled is [`Invalid`](Error::Invalid), before anything is sent: in the expanded layout, in a buffer with
+    /// [packets](crate::Config::packets), or if x or the weights have elements and lie anywhere else than in the heap.
     #[must_use]
     pub fn transfer(mut self, transfer: Transfer) -> Self {
         self.transfer = transfer;
@@ -113,7 +116,7 @@ impl<'a> CombineArgs<'a> {
             let expected = format!("at least {rows} rows of {hidden}");
             return Err(Error::Shape { tensor: "x", got: format!("[{got_rows}, {got_columns}]"), expected });
         }
-        let per_token = |name, tensor: &crate::tensor::Extent| -> Result<()> {
+        let per_token = |name, tensor: &Extent| -> Result<()> {
             site.require_rows(name, tensor)?;
             tensor.require_dtype(name, &bf16, "BF16")?;
             tensor.require_shape(name, n, hidden)?;
@@ -215,7 +218,12 @@ fn transfer(
     if shared.layout.workspace.packets.is_some() {
         return refuse("this buffer's rows travel in packets; build it without");
     }
-    let (Some(x), Some(weights)) = (offset(shared, x), weights.map_or(Some(0), |w| offset(shared, w))) else {
+    let place = |tensor: &Extent| match tensor.bytes() {
+        // Nobody reads it. Where ranks find out by themselves, it says what they do.
+        0 => (wanted == Transfer::Pull || tensor.buffer() == Some(shared.id)).then_some(0),
+        _ => offset(shared, tensor),
+    };
+    let (Some(x), Some(weights)) = (place(x), weights.map_or(Some(0), place)) else {
         return refuse(
             "x and the weights must lie in the buffer's heap: in a combine input, or in a result of a dispatch",
         );
@@ -226,9 +234,6 @@ fn transfer(
 
 /// Where a tensor lies in this rank's heap, if it does and peers can read it there.
 fn offset(shared: &Shared, tensor: &Extent) -> Option<u32> {
-    if tensor.bytes() == 0 {
-        return (tensor.buffer() == Some(shared.id)).then_some(0);
-    }
     let offset = tensor.address().checked_sub(shared.heap.base())?;
     let inside = offset.checked_add(tensor.bytes() as u64)? <= shared.layout.bytes as u64;
     if inside { Readable::unit(offset) } else { None }

@@ -29,7 +29,7 @@ pub(crate) struct Home {
     pub(crate) space: Space,
     /// Ordinal of the device, where it is known.
     pub(crate) device: Option<i32>,
-    /// Number of the buffer whose result or handle it is; `None` for what the caller answers for.
+    /// Number of the buffer whose result, handle or combine input it is; `None` for what the caller answers for.
     pub(crate) buffer: Option<u64>,
 }
 
@@ -89,12 +89,12 @@ impl Extent {
     }
 
     /// Ordinal of the device whose memory it is, where that is known: of views of [`DeviceMemory`](crate::device::DeviceMemory), and of a
-    /// buffer's results and handles on the CUDA backend.
+    /// buffer's results, handles and combine inputs on the CUDA backend.
     pub fn device(&self) -> Option<i32> {
         self.home.device
     }
 
-    /// Number of the buffer whose result or handle this is a view of, as errors name it; `None` for memory that the caller answers for.
+    /// Number of the buffer whose result, handle or combine input this is a view of, as errors name it; `None` for memory that the caller answers for.
     ///
     /// Only that buffer's operations take the view: they are the ones that are ordered with what else happens to its memory, and that the
     /// memory outlives.
@@ -128,12 +128,13 @@ impl Extent {
         if self.is_contiguous() {
             return Ok(());
         }
-        Err(Error::Stride {
-            tensor,
-            shape: self.shape.to_vec(),
-            strides: self.strides.to_vec(),
-            requirement: "the rows must follow each other without gaps",
-        })
+        Err(self.refuse_strides(tensor, "the rows must follow each other without gaps"))
+    }
+
+    /// The error of strides that a call can't take.
+    pub(crate) fn refuse_strides(&self, tensor: &'static str, requirement: &'static str) -> Error {
+        let (shape, strides) = (self.shape.to_vec(), self.strides.to_vec());
+        Error::Stride { tensor, shape, strides, requirement }
     }
 
     pub(crate) fn require_shape(&self, tensor: &'static str, rows: usize, columns: usize) -> Result<()> {

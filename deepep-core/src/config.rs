@@ -28,7 +28,8 @@ pub enum Transfer {
     #[default]
     Push,
     /// The token's rank reads them where they are: they, and weights that go back, lie in the heap, in a
-    /// [`CombineInput`](crate::CombineInput) or in the result of a dispatch. Nothing is stored on the way, and few multiprocessors fill the link.
+    /// [`CombineInput`](crate::CombineInput) or in the result of a dispatch. Nothing is stored on the way, and few multiprocessors fill the link. Where
+    /// that is not possible the call is [`Invalid`](Error::Invalid): see [`CombineArgs::transfer`](crate::CombineArgs::transfer).
     Pull,
 }
 
@@ -67,8 +68,8 @@ impl BackendKind {
 
 /// The largest calls that a buffer takes, and how much it can hold at a time.
 ///
-/// Start from [`Config::new`] and change fields. Apart from `device` and `multiprocessors`, all ranks use the same values; the buffer compares them when it is
-/// built.
+/// Start from [`Config::new`] and change fields. Apart from `device`, `multiprocessors` and `early_launch`, all ranks use the same values; the buffer compares them
+/// when it is built.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Config {

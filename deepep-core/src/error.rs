@@ -90,11 +90,11 @@ pub enum Error {
         expected: i32,
     },
 
-    /// A view of a buffer's result or handle was given to operations of somebody else, which nothing orders with that buffer's, and which
-    /// its memory need not outlive.
+    /// A view of a buffer's result, handle or [combine input](crate::CombineInput) was given to operations of somebody else, which nothing orders with that
+    /// buffer's, and which its memory need not outlive.
     #[error(
-        "{tensor} is a view of a result or handle of buffer #{owner}, and this is {}, whose operations nothing orders with it: \
-         copy it out first, or answer for both with TensorRef::from_raw",
+        "{tensor} is a view of a result, handle or combine input of buffer #{owner}, and this is {}, whose operations nothing orders with it: \
+         copy it first, or answer for both with TensorRef::from_raw",
         Whose(.buffer)
     )]
     ForeignView {
@@ -152,6 +152,9 @@ pub enum Error {
     ///
     /// The other ranks have their results, and so has this one: whoever goes on with it, as if those lanes had been −1, is in step with them. Who does not,
     /// tells them, or they wait for this rank in their next call.
+    ///
+    /// Once a dispatch of the buffer was captured in a [CUDA graph](crate#cuda-graphs), the host can't tell replays from calls: the first exact dispatch, or
+    /// [check](Dispatched::check), after a replay with wrong ids says so in this way, whatever its own ids are.
     #[error(
         "{problem}; the lane counted as none, and the dispatch has run on all ranks: this error has its result"
     )]

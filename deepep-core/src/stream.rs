@@ -102,7 +102,7 @@ impl Event {
         self.0.as_ref().map_or(Ok(()), |event| event.wait(timeout))
     }
 
-    /// The `CUevent` to make other streams wait for; `None` if the operation has run already.
+    /// The `CUevent` to make other streams wait for; `None` on the host backend, where the operation has run already.
     ///
     /// It stands for this operation as long as this event or a clone of it exists: afterwards it is recorded again, for another one. A wait that was
     /// enqueued before that (`cuStreamWaitEvent`) stays what it was. The event of a captured call means something inside of that capture only.

@@ -193,26 +193,34 @@ impl CollectiveBackend for CudaCollectives {
             call.symmetric
                 .filter(|_| call.kind == CollectiveKind::AllGather && call.bytes >= ways.copy_engine)
         };
-        match &self.parts.group {
+        let enqueued = match &self.parts.group {
             // What one rank gathers, scatters or sums is what it gives.
             // SAFETY: the caller vouches for both tensors, and for the stream, whose context the turn keeps current.
-            None => unsafe { self.copy(call.input, call.output, call.bytes, stream)? },
+            None => unsafe { self.copy(call.input, call.output, call.bytes, stream) },
             // Ranks that give nothing compare that.
             // SAFETY: the stream is the caller's, of this device, or the own one; its context is current.
-            Some(group) if call.bytes == 0 => unsafe { group.engine.meet(call.digest, stream)? },
+            Some(group) if call.bytes == 0 => unsafe { group.engine.meet(call.digest, stream) },
             Some(group) => match by_copies(&group.ways) {
-                // SAFETY: the caller's promise; the offset is that of the output.
-                Some(offset) => unsafe { self.gather_by_copies(group, &call, offset, stream)? },
+                Some(offset) => {
+                    // What is refused there may come after something that was not.
+                    // SAFETY: the caller's promise; the offset is that of the output.
+                    unsafe { self.gather_by_copies(group, &call, offset, stream)? };
+                    Ok(())
+                }
                 None => {
                     let CollectiveCall { kind, input, output, bytes, digest, .. } = call;
                     let launch = CollectiveLaunch { kind, element, input, output, bytes, digest, way: None };
                     // SAFETY: the tensors have these sizes on this rank, and on the others or the kernel breaks it off; they stay until it has run
                     // (the promise of a view of device memory). The stream is the caller's, of this device, or the own one.
-                    unsafe { group.engine.run(&launch, stream)? }
+                    unsafe { group.engine.run(&launch, stream) }
                 }
             },
+        };
+        match enqueued {
+            Ok(()) => Ok(Ok(public(turn.end()?))),
+            // Nothing was enqueued.
+            Err(e) => Ok(Err(e)),
         }
-        Ok(Ok(public(turn.end()?)))
     }
 
     fn close(&self) -> Result<()> {

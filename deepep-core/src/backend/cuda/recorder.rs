@@ -18,7 +18,7 @@ use super::module::unload_all;
 use super::pinned::free_all;
 
 /// Every image, and every kernel of it: takes no time, and does nothing.
-struct Nothing;
+pub(super) struct Nothing;
 
 impl Kernels for Nothing {
     unsafe fn load(&self, _: *const c_void) -> Result<Box<dyn Module>, CUresult> {

@@ -1,8 +1,14 @@
 //! What is left when the driver refuses a part of a call.
 
-use cuda_vmm::sys::CUresult;
+use std::sync::{Arc, Barrier};
+use std::thread;
 
+use cuda_vmm::sys::CUresult;
+use cuda_vmm_emu::{Config, Emulator};
+
+use super::super::recorder::Nothing;
 use super::*;
+use crate::Collectives;
 
 /// An operation of a bench, and how many dispatches it is.
 type Operation = (&'static str, fn(&mut Bench, &Dispatched) -> Result<Event>, u32);
@@ -68,6 +74,46 @@ fn a_refused_call_can_be_repeated_unless_its_end_is_lost() {
             expected[3] = F::cuMemcpyDtoDAsync;
         }
         assert_eq!(refused, expected, "{}", operation.0);
+    }
+}
+
+/// One rank copies; several launch one kernel, whatever the size, and a refusal leaves the others waiting for the next call.
+#[test]
+fn a_refused_collective_can_be_repeated() {
+    for (ranks, function) in [(1, F::cuMemcpyDtoDAsync), (2, F::cuLaunchKernelEx)] {
+        let emulator = Emulator::new(Config::h200x2().kernels(Arc::new(Nothing))).unwrap();
+        let faults = emulator.faults();
+        let built = Barrier::new(ranks);
+        thread::scope(|scope| {
+            for (rank, bootstrap) in thread_group(ranks, LONG).unwrap().into_iter().enumerate() {
+                let (driver, built) = (emulator.driver(), &built);
+                scope.spawn(move || {
+                    let cuda = Cuda::with_driver(driver).unwrap();
+                    let builder = Collectives::builder().backend(BackendKind::Cuda).driver(cuda);
+                    let mut collectives = builder.build(bootstrap).unwrap();
+                    let memory = DeviceMemory::new(collectives.device(), 1).unwrap();
+                    for elements in [64, 0] {
+                        let mut sum = || {
+                            // SAFETY: kernels do nothing, and copies have run before the memory goes.
+                            let (given, got) = unsafe {
+                                let given = memory.view(0, DType::F32, [1, elements]).unwrap();
+                                (given, memory.view_mut(4096, DType::F32, [1, elements]).unwrap())
+                            };
+                            collectives.all_reduce(given, got)
+                        };
+                        built.wait();
+                        if rank == 0 && (ranks > 1 || elements > 0) {
+                            faults.fail_nth(function, 1, CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+                            let refused = sum().unwrap_err().to_string();
+                            assert!(refused.contains("CUDA_ERROR_OUT_OF_MEMORY"), "{refused}");
+                        }
+                        built.wait();
+                        sum().unwrap().wait(LONG).unwrap();
+                    }
+                    collectives.close().unwrap();
+                });
+            }
+        });
     }
 }
 

@@ -170,12 +170,15 @@ impl CombineGrid {
             false => PIECE_BYTES * Self::LEAST_PIECES,
         };
         let summing = if shape.sums() { row_warps } else { 0 };
-        let stages = |reducers| available.saturating_sub((reducers + summing) * least_ring) / stage_bytes;
-        while stages(reducers) == 0 && reducers > 1 {
+        let left = |reducers| available.checked_sub((reducers + summing) * least_ring);
+        // A stage at least, if anybody sends.
+        let least_stage = if row_warps > 0 { stage_bytes } else { 0 };
+        let fits = |reducers| left(reducers).is_some_and(|left| left >= least_stage);
+        while !fits(reducers) && reducers > 1 {
             reducers /= 2;
         }
-        let stages = stages(reducers);
-        if stages == 0 {
+        let stages = left(reducers).map_or(0, |left| left / stage_bytes);
+        if !fits(reducers) {
             let need = format!("a block has {} bytes of shared memory", limits.shared_bytes);
             return Err(Error::invalid("combine row_bytes", shape.row_bytes, need));
         }
@@ -267,6 +270,34 @@ mod tests {
         assert_eq!((g.blocks, g.reducers, g.pieces, g.piece_bytes), (132, 7, 4, 7168));
         // 924 warps get 4 or 5 tokens each; 112 get 36.
         assert!(!g.draws(4096) && CombineGrid { blocks: 16, ..g }.draws(4096));
+    }
+
+    /// Room for whole rows is needed where rows are sent only.
+    #[test]
+    fn long_rows_that_nobody_sends() {
+        let grid = |ranks, row_bytes, shared_bytes, pulled| {
+            let mut s = combine(ranks, 8, Placement::Plain, true);
+            s.row_bytes = row_bytes;
+            let choices = CombineChoices { pulled, ..CombineChoices::default() };
+            CombineGrid::new(&s, Limits { shared_bytes, ..HOPPER }, choices, ranks > 1, MAX_SUM_PARTS)
+        };
+        for (ranks, row_bytes) in [(8, 14336), (8, 128 << 10), (1, 128 << 10), (2, 128 << 10)] {
+            let full = grid(ranks, row_bytes, HOPPER.shared_bytes, PULL_PARTS).unwrap();
+            assert_eq!((full.row_warps, full.rings), (0, 0));
+            // As many as were wanted.
+            let most = if ranks == 1 { 8..=WARPS } else { 6..=12 };
+            assert!(most.contains(&full.reducers), "{full:?}");
+            let wanted = CombineRoles::plain_reducers(
+                &CombineShape { row_bytes, ..combine(ranks, 8, Placement::Plain, true) },
+                0,
+                HOPPER.shared_bytes - COMBINE_CONTROL_BYTES,
+                most,
+            );
+            assert_eq!(full.reducers, wanted, "{full:?}");
+            let small = grid(ranks, row_bytes, 64 << 10, PULL_PARTS).unwrap();
+            assert!(small.shared_bytes <= 64 << 10 && small.reducers > 1, "{small:?}");
+        }
+        assert!(grid(2, 128 << 10, 64 << 10, PULL_PARTS / 2).is_err());
     }
 
     #[test]

@@ -54,12 +54,12 @@ impl Lease {
     pub(crate) fn take(shared: &Arc<Shared>, kind: SlotKind) -> Result<Self> {
         let slots = shared.slots(kind);
         let Some(slot) = slots.take() else {
-            let (what, slots) = match kind {
-                SlotKind::Output => ("dispatch result", slots.count()),
-                SlotKind::Handle => ("dispatch handle", slots.count()),
-                SlotKind::Input => ("combine input", slots.count()),
+            let what = match kind {
+                SlotKind::Output => "dispatch result",
+                SlotKind::Handle => "dispatch handle",
+                SlotKind::Input => "combine input",
             };
-            return Err(Error::SlotsHeld { what, slots });
+            return Err(Error::SlotsHeld { what, slots: slots.count() });
         };
         Ok(Self { shared: shared.clone(), slot, kind })
     }

@@ -46,9 +46,10 @@ const PIECE: usize = 32 << 20;
 /// range for many tensors is better than many ranges.
 ///
 /// Copies have run when their call returns without an error. They are on a stream of the memory's own, and ordered with nothing else: wait for the
-/// event of the operation that uses the memory first. They don't wait for other work of the device, and streams may be captured meanwhile. The driver
-/// takes the bytes from ordinary memory, and brings them there, inside of its own calls as long as the copy alone takes; pinned memory would end sooner with
-/// a device that hangs, but pinning can wait for kernels, hence for other ranks. What comes after that is waited for at most a minute.
+/// event of the operation that uses the memory first. They don't wait for other work of the device, and streams may be captured meanwhile. Bytes come
+/// from ordinary memory and go there, which the driver may do inside of its own call: that takes as long as the copy alone, and no deadline of this crate ends it
+/// if the device hangs. (With memory that is pinned for it one would, but pinning can wait for kernels, hence for other ranks.) Whatever is left to do when
+/// the driver's call returns is waited for at most a minute.
 #[doc(alias = "cuMemCreate")]
 pub struct DeviceMemory {
     context: Context,

@@ -1,5 +1,7 @@
 //! Bad input is a clear error, nothing is lost, and the next good call works. On both backends.
 
+use std::time::Duration;
+
 use deepep_core::bootstrap::Bootstrap;
 use deepep_core::layout::{Placement, ScaleOrder};
 use deepep_core::tensor::{DType, Space, TensorRef};
@@ -405,6 +407,13 @@ on_both_sides! {
             assert!(build(builder(side).host_bytes(5)).starts_with("host_bytes = 5"));
             // And after all that a good one.
             builder(side).build(shared.clone()).unwrap().close().unwrap();
+        });
+        // Nobody has to know how long is too long.
+        on_threads(2, Duration::MAX, |bootstrap| {
+            let mut buffer = builder(side).timeout(Duration::MAX).build(bootstrap).unwrap();
+            Good::new(&buffer).round(&mut buffer);
+            buffer.barrier().unwrap().wait(LONG).unwrap();
+            buffer.close().unwrap();
         });
         let errors =
             on_threads(3, LONG, |bootstrap| text(builder(side).build(bootstrap).map(drop).unwrap_err()));

@@ -89,6 +89,11 @@ impl Contexts {
         all.extend(context.draining.iter().cloned());
         all
     }
+
+    /// Every stream of every device's context.
+    pub(crate) fn all_streams(&self) -> Vec<Arc<Stream>> {
+        (0..self.devices.len()).flat_map(|device| self.streams_of(device)).collect()
+    }
 }
 
 thread_local! {
@@ -276,7 +281,9 @@ impl Core {
     }
 
     pub(crate) unsafe fn cuCtxSynchronize(self: &Arc<Self>) -> Outcome {
-        self.finish_context(self.current()?)
+        let device = self.current()?;
+        self.refuse_in_captured_context(device)?;
+        self.finish_context(device)
     }
 
     pub(crate) unsafe fn cuCtxGetStreamPriorityRange(

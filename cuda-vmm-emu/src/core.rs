@@ -98,7 +98,18 @@ impl Core {
         if !early && IN_HOST_FUNCTION.get() {
             return Err(code::NOT_PERMITTED);
         }
-        Ok(())
+        match function {
+            F::cuMemAlloc
+            | F::cuMemFree
+            | F::cuMemHostAlloc
+            | F::cuMemFreeHost
+            | F::cuMemHostRegister
+            | F::cuMemHostUnregister
+            | F::cuModuleLoadData
+            | F::cuModuleUnload
+            | F::cuCtxSynchronize => self.refuse_in_capture(),
+            _ => Ok(()),
+        }
     }
 
     pub(crate) fn note(&self, incident: Incident) {

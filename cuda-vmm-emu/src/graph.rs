@@ -5,17 +5,21 @@
 
 use crate::core::{Core, fresh_handle};
 use crate::status::{Outcome, code, lock, put, require};
-use crate::stream::{Event, Op, Stream};
+use crate::stream::{CAPTURE_MODE, Event, Op, Stream};
 use cuda_vmm_sys::ffi::c_ulonglong;
 use cuda_vmm_sys::{CUgraph, CUgraphExec, CUstream, CUstreamCaptureMode};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
+use std::thread::ThreadId;
 
 /// One capture: what its streams would have done.
 #[derive(Debug)]
 pub(crate) struct Capture {
     /// Handle of the stream that it began with.
     origin: usize,
+    mode: CUstreamCaptureMode,
+    /// The thread that began it.
+    thread: ThreadId,
     state: Mutex<Captured>,
 }
 
@@ -25,6 +29,7 @@ struct Captured {
     /// Handle of each stream that takes part → operations that it has captured, and how many of them some other stream has waited for.
     streams: HashMap<usize, (u64, u64)>,
     broken: bool,
+    ended: bool,
 }
 
 /// A place in a capture, as an event remembers it.
@@ -35,9 +40,27 @@ pub(crate) struct Mark {
     at: u64,
 }
 
+impl Mark {
+    /// Ends the capture: the event was used in a way that no capture allows.
+    pub(crate) fn break_off(&self) {
+        self.capture.break_off();
+    }
+}
+
 impl Capture {
-    fn new(origin: usize) -> Arc<Self> {
-        Arc::new(Self { origin, state: Mutex::default() })
+    fn new(origin: usize, mode: CUstreamCaptureMode) -> Arc<Self> {
+        Arc::new(Self { origin, mode, thread: std::thread::current().id(), state: Mutex::default() })
+    }
+
+    /// Whether a thread in a mode of its own must not do what the capture would not see.
+    fn forbids(&self, thread_mode: CUstreamCaptureMode) -> bool {
+        let own = self.thread == std::thread::current().id();
+        match thread_mode {
+            CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED => false,
+            _ if own => self.mode != CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
+            CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL => false,
+            _ => self.mode == CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL,
+        }
     }
 
     pub(crate) fn is_broken(&self) -> bool {
@@ -51,7 +74,7 @@ impl Capture {
     /// Takes an operation of a stream in place of running it.
     pub(crate) fn take(&self, stream: usize, op: Op) -> Outcome {
         let mut state = lock(&self.state);
-        if state.broken {
+        if state.broken || state.ended {
             return Err(code::STREAM_CAPTURE_INVALIDATED);
         }
         state.streams.entry(stream).or_default().0 += 1;
@@ -65,9 +88,10 @@ impl Capture {
         Mark { capture: Arc::clone(self), stream, at }
     }
 
-    /// What was captured, if every stream that was forked off has come back.
+    /// Ends the capture. Returns what was captured, if every stream that was forked off has come back.
     fn finish(&self) -> Outcome<Arc<Vec<Op>>> {
         let mut state = lock(&self.state);
+        state.ended = true;
         if state.broken {
             return Err(code::STREAM_CAPTURE_INVALIDATED);
         }
@@ -92,6 +116,29 @@ impl Graphs {
 }
 
 impl Core {
+    /// For calls that no stream sees: they end the captures that forbid them to this thread. `cuda.h` has no list of them; these wait, or may,
+    /// as allocating, freeing and loading do.
+    pub(crate) fn refuse_in_capture(&self) -> Outcome {
+        let thread_mode = CAPTURE_MODE.get();
+        self.break_off_captures(|_, capture| capture.forbids(thread_mode))
+    }
+
+    /// For calls that wait for all streams of a context: none of them can be captured, whatever the thread's mode.
+    pub(crate) fn refuse_in_captured_context(&self, device: usize) -> Outcome {
+        self.break_off_captures(|stream, _| stream.device == device)
+    }
+
+    fn break_off_captures(&self, of: impl Fn(&Stream, &Capture) -> bool) -> Outcome {
+        let all = lock(&self.contexts).all_streams();
+        let captures = all.iter().filter_map(|stream| stream.capture().filter(|capture| of(stream, capture)));
+        // All of them.
+        if captures.map(|capture| capture.break_off()).count() == 0 {
+            Ok(())
+        } else {
+            Err(code::STREAM_CAPTURE_UNSUPPORTED)
+        }
+    }
+
     /// Records an event in a stream that is captured. False if the stream is not.
     pub(crate) fn record_in_capture(&self, stream: &Stream, event: &Event) -> Outcome<bool> {
         let Some(capture) = stream.capture() else { return Ok(false) };
@@ -116,13 +163,20 @@ impl Core {
                 Err(code::STREAM_CAPTURE_MERGE)
             }
             (own, Some(mark)) => {
-                if mark.capture.is_broken() {
+                let mut state = lock(&mark.capture.state);
+                if state.ended {
+                    return Err(code::CAPTURED_EVENT);
+                }
+                if state.broken {
                     return Err(code::STREAM_CAPTURE_INVALIDATED);
+                }
+                if stream.legacy {
+                    state.broken = true;
+                    return Err(code::STREAM_CAPTURE_IMPLICIT);
                 }
                 if own.is_none() {
                     stream.set_capture(Some(Arc::clone(&mark.capture)));
                 }
-                let mut state = lock(&mark.capture.state);
                 if stream.handle != mark.stream {
                     let waited = &mut state.streams.entry(mark.stream).or_default().1;
                     *waited = (*waited).max(mark.at);
@@ -155,7 +209,7 @@ impl Core {
         if stream.capture().is_some() {
             return Err(code::ILLEGAL_STATE);
         }
-        stream.set_capture(Some(Capture::new(stream.handle)));
+        stream.set_capture(Some(Capture::new(stream.handle, mode)));
         Ok(())
     }
 
@@ -171,14 +225,17 @@ impl Core {
             capture.break_off();
             return Err(code::STREAM_CAPTURE_UNMATCHED);
         }
-        let of_capture = |other: &&Arc<Stream>| other.capture().is_some_and(|c| Arc::ptr_eq(&c, &capture));
-        let contexts = lock(&self.contexts);
-        let all = contexts.streams_of(stream.device);
-        all.iter().filter(of_capture).for_each(|other| other.set_capture(None));
-        drop(contexts);
+        let relaxed = capture.mode == CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        if !relaxed && capture.thread != std::thread::current().id() {
+            return Err(code::STREAM_CAPTURE_WRONG_THREAD);
+        }
         // SAFETY: not null, and valid for a write by the caller's contract.
         unsafe { put(graph, std::ptr::null_mut()) }?;
-        let ops = capture.finish()?;
+        let ops = capture.finish();
+        let of_capture = |other: &Arc<Stream>| other.capture().is_some_and(|c| Arc::ptr_eq(&c, &capture));
+        let all = lock(&self.contexts).all_streams();
+        all.iter().filter(|other| of_capture(other)).for_each(|other| other.set_capture(None));
+        let ops = ops?;
         let handle = fresh_handle();
         lock(&self.graphs).graphs.insert(handle, ops);
         // SAFETY: as above.

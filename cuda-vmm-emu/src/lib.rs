@@ -68,6 +68,8 @@
 //! - A reservation's size must be a multiple of the granularity, not only of the page size.
 //! - A set must not cross from one mapping into another. (The driver was seen to refuse the boundary of device and host memory.)
 //! - Unbinding multicast memory with other values than it was bound with is refused; the driver leaves it undefined.
+//! - Calls that captures forbid, which `cuda.h` does not list, are those that allocate or free plain memory, pin it, load or unload modules, or ask
+//!   for an event or wait for a context on the host.
 //! - Nothing waits forever: a stream's wait ends the context with `CUDA_ERROR_LAUNCH_TIMEOUT`, a multicast call whose devices do not all
 //!   come returns `CUDA_ERROR_NOT_READY`, each after a time that the [`Config`] sets; the ledger tells of both.
 //! - A stale or foreign handle is always `CUDA_ERROR_INVALID_VALUE`, `CUDA_ERROR_INVALID_HANDLE` or `CUDA_ERROR_INVALID_CONTEXT`, never a crash.

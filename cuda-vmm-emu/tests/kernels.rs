@@ -281,11 +281,11 @@ fn a_graph_replays_what_was_captured_and_nothing_ran_before() {
         let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         m.driver.cuStreamIsCapturing(other, &mut status).unwrap();
         assert_eq!(status, CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE);
+        let graph = m.end().unwrap();
         assert_eq!(
             m.driver.cuEventQuery(fork).unwrap_err().status(),
             Some(CUresult::CUDA_ERROR_CAPTURED_EVENT)
         );
-        let graph = m.end().unwrap();
         assert_eq!(m.word(), 0);
         m.driver.cuGraphInstantiateWithFlags(&mut exec, graph, 0).unwrap();
         m.driver.cuGraphDestroy(graph).unwrap();

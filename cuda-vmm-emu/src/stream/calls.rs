@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 thread_local! {
-    /// What the thread said about captures. It forbids nothing here, but who asks for another mode gets the old one back.
-    static CAPTURE_MODE: Cell<CUstreamCaptureMode> = const { Cell::new(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL) };
+    /// What the thread said about captures: whose it respects.
+    pub(crate) static CAPTURE_MODE: Cell<CUstreamCaptureMode> = const { Cell::new(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL) };
 }
 
 impl Core {
@@ -205,6 +205,7 @@ impl Core {
     pub(crate) unsafe fn cuEventQuery(self: &Arc<Self>, event: CUevent) -> Outcome {
         let event = self.event(event)?;
         event.not_captured()?;
+        self.refuse_in_capture()?;
         let poison = Arc::clone(&lock(&self.contexts).devices[event.device].poison);
         poison.check()?;
         if event.has_happened(event.generation()) { Ok(()) } else { Err(code::NOT_READY) }
@@ -213,6 +214,7 @@ impl Core {
     pub(crate) unsafe fn cuEventSynchronize(self: &Arc<Self>, event: CUevent) -> Outcome {
         let event = self.event(event)?;
         event.not_captured()?;
+        self.refuse_in_capture()?;
         let poison = Arc::clone(&lock(&self.contexts).devices[event.device].poison);
         let generation = event.generation();
         // Ends because every operation ahead of the record has a deadline of its own.

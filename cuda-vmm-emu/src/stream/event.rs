@@ -57,9 +57,15 @@ impl Event {
         lock(&self.state).mark.clone()
     }
 
-    /// Nobody can wait on the host for an event that was recorded in a capture.
+    /// Nobody can wait on the host for an event that was recorded in a capture; who tries ends the capture.
     pub(super) fn not_captured(&self) -> Outcome {
-        if self.mark().is_some() { Err(code::CAPTURED_EVENT) } else { Ok(()) }
+        match self.mark() {
+            None => Ok(()),
+            Some(mark) => {
+                mark.break_off();
+                Err(code::CAPTURED_EVENT)
+            }
+        }
     }
 
     /// The newest generation.

@@ -8,6 +8,7 @@ mod event;
 mod op;
 mod value;
 
+pub(crate) use calls::CAPTURE_MODE;
 pub(crate) use event::Event;
 use op::Waiting;
 pub(crate) use op::{Op, Source, Whose};

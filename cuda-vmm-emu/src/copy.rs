@@ -42,7 +42,8 @@ impl Core {
         }
         let to_for = self.check_end(to, length as u64, Need::Write)?;
         let from_for = self.check_end(from, length as u64, Need::Read)?;
-        let source = if from_for == Whose::Caller {
+        // A graph reads the address whenever it runs.
+        let source = if from_for == Whose::Caller && stream.capture().is_none() {
             let mut bytes = Vec::<u8>::new();
             bytes.try_reserve_exact(length).map_err(|_| code::OUT_OF_MEMORY)?;
             // SAFETY: the caller of the copy gave this range of its own memory to be read during the call; `bytes` has room for it.
@@ -91,9 +92,14 @@ impl Core {
                 M::CU_MEMORYTYPE_ARRAY => return Err(code::NOT_SUPPORTED),
                 _ => return Err(code::INVALID_VALUE),
             };
+            let row_end = x.checked_add(copy.WidthInBytes).ok_or(code::INVALID_VALUE)?;
             // A pitch of zero stands for rows without gaps.
+            require(pitch == 0 || pitch >= row_end)?;
             let pitch = if pitch == 0 { copy.WidthInBytes } else { pitch };
-            require(pitch >= copy.WidthInBytes)?;
+            // If the end of the rows is an address, all that lies before it is.
+            let last =
+                y.checked_add(copy.Height).and_then(|rows| rows.checked_mul(pitch)?.checked_add(row_end));
+            require(last.is_some_and(|last| base.checked_add(last as u64).is_some()))?;
             Ok(move |row: usize| (base + ((y + row) * pitch + x) as u64, known))
         };
         let c = copy;

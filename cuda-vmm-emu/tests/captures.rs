@@ -186,6 +186,35 @@ fn an_event_of_a_capture_leads_nobody_into_it_after_its_end() {
 }
 
 #[test]
+fn a_captured_copy_reads_pageable_memory_when_it_runs() {
+    let (emulator, driver) = start(Config::new(1));
+    make_current(&driver, 0);
+    let (stream, mut memory) = (Handle::stream(&driver), 0);
+    call!(driver, cuMemAlloc(&mut memory, 64)).unwrap();
+    let mut source = Box::new([1_u8; 64]);
+    let from = source.as_mut_ptr();
+    begin(&driver, stream, THREAD_LOCAL);
+    call!(driver, cuMemcpyHtoDAsync(memory, from.cast(), 64, stream.raw())).unwrap();
+    let (mut graph, mut exec) = (null_mut(), null_mut());
+    call!(driver, cuStreamEndCapture(stream.raw(), &mut graph)).unwrap();
+    call!(driver, cuGraphInstantiateWithFlags(&mut exec, graph, 0)).unwrap();
+    for value in 2..5 {
+        // SAFETY: the box lives, and nothing else uses it while the stream is idle.
+        unsafe { from.write_bytes(value, 64) };
+        call!(driver, cuGraphLaunch(exec, stream.raw())).unwrap();
+        call!(driver, cuStreamSynchronize(stream.raw())).unwrap();
+        assert_eq!(emulator.read(memory, 64).unwrap(), [value; 64]);
+    }
+    drop(source);
+    call!(driver, cuGraphExecDestroy(exec)).unwrap();
+    call!(driver, cuGraphDestroy(graph)).unwrap();
+    call!(driver, cuMemFree(memory)).unwrap();
+    call!(driver, cuStreamDestroy(stream.raw())).unwrap();
+    leave(&driver, 0);
+    emulator.assert_empty();
+}
+
+#[test]
 fn the_legacy_stream_takes_part_in_no_capture() {
     let (emulator, driver) = start(Config::new(1));
     make_current(&driver, 0);

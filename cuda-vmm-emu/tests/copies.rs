@@ -100,6 +100,43 @@ fn rows_are_copied_with_their_pitches_all_or_none() {
 }
 
 #[test]
+fn rows_end_within_their_pitch_and_within_all_addresses() {
+    let (emulator, driver) = start(Config::new(1));
+    make_current(&driver, 0);
+    let memory = Mapped::new(&driver, 0, GRAIN, NONE);
+    // Where a row starts counts; and numbers that no address can hold are refused, not computed with.
+    let whole = CUDA_MEMCPY2D_v2 {
+        srcMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        srcDevice: memory.address,
+        srcPitch: 64,
+        dstMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        dstDevice: memory.address + 4096,
+        dstPitch: 64,
+        WidthInBytes: 16,
+        Height: 2,
+        ..Default::default()
+    };
+    let rows = |copy: CUDA_MEMCPY2D_v2| call!(driver, cuMemcpy2DAsync(&copy, DEFAULT));
+    rows(CUDA_MEMCPY2D_v2 { srcXInBytes: 48, ..whole }).unwrap();
+    assert_eq!(rows(CUDA_MEMCPY2D_v2 { srcXInBytes: 49, ..whole }), INVALID_VALUE);
+    assert_eq!(rows(CUDA_MEMCPY2D_v2 { dstXInBytes: 49, ..whole }), INVALID_VALUE);
+    // Without a pitch there is nothing to end in.
+    rows(CUDA_MEMCPY2D_v2 { srcXInBytes: 49, srcPitch: 0, Height: 1, ..whole }).unwrap();
+    for copy in [
+        CUDA_MEMCPY2D_v2 { srcXInBytes: usize::MAX, ..whole },
+        CUDA_MEMCPY2D_v2 { srcY: usize::MAX, ..whole },
+        CUDA_MEMCPY2D_v2 { dstY: usize::MAX / 64, ..whole },
+        CUDA_MEMCPY2D_v2 { dstPitch: usize::MAX, ..whole },
+        CUDA_MEMCPY2D_v2 { srcXInBytes: usize::MAX - 16, srcPitch: 0, ..whole },
+    ] {
+        assert_eq!(rows(copy), INVALID_VALUE);
+    }
+    memory.free(&driver);
+    leave(&driver, 0);
+    emulator.assert_empty();
+}
+
+#[test]
 fn a_queued_copy_took_pageable_memory_when_it_was_submitted() {
     let (emulator, driver) = start(Config::new(1));
     make_current(&driver, 0);

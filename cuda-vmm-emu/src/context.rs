@@ -159,7 +159,7 @@ impl Core {
         poison.check()
     }
 
-    /// Ends a device's context: its streams, events and memory go. Physical memory and mappings belong to no context and stay.
+    /// Ends a device's context: its streams, events, modules and memory go. Physical memory and mappings belong to no context and stay.
     fn destroy_context(&self, device: usize) {
         let _ = self.finish_context(device);
         let mut gone = (Vec::new(), Vec::new());
@@ -174,6 +174,8 @@ impl Core {
             context.draining.clear();
             context.poison = Arc::default();
         }
+        drop(gone);
+        self.unload_context(device);
         let mut space = write(&self.space);
         let starts: Vec<u64> = space
             .ranges

@@ -26,6 +26,8 @@ pub(crate) struct Core {
     pub(crate) initialized: AtomicBool,
     /// Set when the emulator and its drivers are gone: waiting streams give up.
     pub(crate) closed: AtomicBool,
+    /// Launches and host functions that run. What is mapped stays so meanwhile.
+    running: AtomicUsize,
     /// Memory in use on each device.
     pub(crate) accounts: Vec<Arc<Account>>,
     /// Multicast objects that this emulator created and that exist.
@@ -70,6 +72,7 @@ impl Core {
             faults: Faults::new(),
             initialized: AtomicBool::new(false),
             closed: AtomicBool::new(false),
+            running: AtomicUsize::new(0),
             accounts,
             multicast_objects: Arc::default(),
             contexts: Mutex::new(Contexts::new(config.devices.len())),
@@ -120,14 +123,27 @@ impl Core {
         lock(&self.incidents).clone()
     }
 
-    /// Ends the emulator: what is left is unmapped and closed.
+    /// Runs code of the user's that may touch what is mapped. If the emulator ends meanwhile, the last such code unmaps.
+    pub(crate) fn while_mapped(&self, run: impl FnOnce() -> Outcome) -> Outcome {
+        // Either `close` sees that something runs, or this sees that it was called: both orders are of all threads.
+        self.running.fetch_add(1, Ordering::SeqCst);
+        let outcome = if self.closed.load(Ordering::SeqCst) { Err(code::DEINITIALIZED) } else { run() };
+        if self.running.fetch_sub(1, Ordering::SeqCst) == 1 && self.closed.load(Ordering::SeqCst) {
+            write(&self.space).clear();
+        }
+        outcome
+    }
+
+    /// Ends the emulator: what is left is unmapped and closed, at once or when the kernels end that still run.
     pub(crate) fn close(&self) {
-        self.closed.store(true, Ordering::Release);
+        self.closed.store(true, Ordering::SeqCst);
         let contexts = std::mem::take(&mut *lock(&self.contexts));
         let handles = std::mem::take(&mut *lock(&self.handles));
         let modules = std::mem::take(&mut *lock(&self.modules));
         let graphs = std::mem::take(&mut *lock(&self.graphs));
-        write(&self.space).clear();
+        if self.running.load(Ordering::SeqCst) == 0 {
+            write(&self.space).clear();
+        }
         drop((contexts, handles, modules, graphs));
     }
 }

@@ -4,6 +4,7 @@
 //! operation of its stream.
 
 use crate::core::{Core, fresh_handle};
+use crate::ledger::Incident;
 use crate::status::{Outcome, code, lock, put, require};
 use crate::stream::{CAPTURE_MODE, Event, Op, Stream};
 use cuda_vmm_sys::ffi::c_ulonglong;
@@ -106,7 +107,14 @@ impl Capture {
 #[derive(Debug, Default)]
 pub(crate) struct Graphs {
     graphs: HashMap<usize, Arc<Vec<Op>>>,
-    executables: HashMap<usize, Arc<Vec<Op>>>,
+    executables: HashMap<usize, Executable>,
+}
+
+/// An executable graph: its operations, and the stream and number of its newest launch.
+#[derive(Debug)]
+struct Executable {
+    ops: Arc<Vec<Op>>,
+    newest: Option<(Arc<Stream>, u64)>,
 }
 
 impl Graphs {
@@ -126,6 +134,24 @@ impl Core {
     /// For calls that wait for all streams of a context: none of them can be captured, whatever the thread's mode.
     pub(crate) fn refuse_in_captured_context(&self, device: usize) -> Outcome {
         self.break_off_captures(|stream, _| stream.device == device)
+    }
+
+    /// A graph does not keep its kernels' modules: who launches it keeps them.
+    fn check_loaded(&self, ops: &[Op]) -> Outcome {
+        for op in ops {
+            match op {
+                Op::Graph(ops) => self.check_loaded(ops)?,
+                Op::Launch(launched) => {
+                    let (module, device) = launched.origin();
+                    if !lock(&self.modules).has(module) {
+                        self.note(Incident::Unloaded { device });
+                        return Err(code::INVALID_HANDLE);
+                    }
+                }
+                _ => {}
+            }
+        }
+        Ok(())
     }
 
     fn break_off_captures(&self, of: impl Fn(&Stream, &Capture) -> bool) -> Outcome {
@@ -252,7 +278,7 @@ impl Core {
         let mut graphs = lock(&self.graphs);
         let ops = graphs.graphs.get(&(graph as usize)).cloned().ok_or(code::INVALID_VALUE)?;
         let handle = fresh_handle();
-        graphs.executables.insert(handle, ops);
+        graphs.executables.insert(handle, Executable { ops, newest: None });
         // SAFETY: not null, and valid for a write by the caller's contract.
         unsafe { put(executable, handle as CUgraphExec) }
     }
@@ -272,9 +298,24 @@ impl Core {
         stream: CUstream,
     ) -> Outcome {
         let stream = self.stream_for_work(stream)?;
-        let ops =
-            lock(&self.graphs).executables.get(&(executable as usize)).cloned().ok_or(code::INVALID_VALUE)?;
-        stream.submit(self, Op::Graph(ops)).map(drop)
+        let (ops, before) = {
+            let graphs = lock(&self.graphs);
+            let found = graphs.executables.get(&(executable as usize)).ok_or(code::INVALID_VALUE)?;
+            (Arc::clone(&found.ops), found.newest.clone())
+        };
+        self.check_loaded(&ops)?;
+        if stream.capture().is_some() {
+            return stream.submit(self, Op::Graph(ops)).map(drop);
+        }
+        // Launches of one executable graph follow each other, whatever their streams.
+        if let Some(before) = before.filter(|(other, _)| !Arc::ptr_eq(other, &stream)) {
+            stream.submit(self, Op::Join(vec![before]))?;
+        }
+        let ticket = stream.submit(self, Op::Graph(ops))?;
+        if let Some(found) = lock(&self.graphs).executables.get_mut(&(executable as usize)) {
+            found.newest = Some((stream, ticket));
+        }
+        Ok(())
     }
 
     pub(crate) unsafe fn cuGraphExecDestroy(self: &Arc<Self>, executable: CUgraphExec) -> Outcome {

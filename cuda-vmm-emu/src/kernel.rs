@@ -46,6 +46,10 @@ pub trait Kernel: Send + Sync {
     /// Runs a launch, and returns when it has ended. Called in stream order, on a thread that serves the stream: launches of different streams
     /// run side by side, and may wait for each other.
     ///
+    /// # Ends
+    /// After a time of its own: code can't be taken off its thread, so that the configured deadline does not end a launch, and who waits for the
+    /// stream, an event behind the launch or the context waits as long as it runs.
+    ///
     /// # Errors
     /// What ends the context, as `CUDA_ERROR_LAUNCH_FAILED` does; a panic is that error.
     fn run(&self, launch: &Launch) -> Result<(), CUresult>;
@@ -88,6 +92,8 @@ pub(crate) struct LoadedFunction {
     kernel: Arc<dyn Kernel>,
     /// Keeps the code while the function is used.
     _module: Arc<dyn Module>,
+    /// Handle of the module.
+    module: usize,
     device: usize,
     shared_bytes: AtomicU32,
 }
@@ -100,6 +106,11 @@ pub(crate) struct Launched {
 }
 
 impl Launched {
+    /// Handle of the kernel's module, and the device.
+    pub(crate) fn origin(&self) -> (usize, usize) {
+        (self.function.module, self.launch.device)
+    }
+
     /// Runs the launch. A kernel that panics has failed: its stream goes on, and nobody waits for it for ever.
     pub(crate) fn run(&self) -> Outcome {
         let run = AssertUnwindSafe(|| self.function.kernel.run(&self.launch));
@@ -116,7 +127,6 @@ impl fmt::Debug for Launched {
 struct LoadedModule {
     module: Arc<dyn Module>,
     device: usize,
-    functions: Vec<usize>,
 }
 
 /// Modules and functions by their handles.
@@ -127,6 +137,17 @@ pub(crate) struct Modules {
 }
 
 impl Modules {
+    pub(crate) fn has(&self, handle: usize) -> bool {
+        self.loaded.contains_key(&handle)
+    }
+
+    /// Takes modules out, and their functions, for the caller to drop. `of` knows them by handle and device.
+    fn unload(&mut self, of: impl Fn(usize, usize) -> bool) -> (Vec<LoadedModule>, Vec<Arc<LoadedFunction>>) {
+        let modules = self.loaded.extract_if(|&handle, loaded| of(handle, loaded.device));
+        let functions = self.functions.extract_if(|_, function| of(function.module, function.device));
+        (modules.map(|(_, module)| module).collect(), functions.map(|(_, function)| function).collect())
+    }
+
     pub(crate) fn handles(&self) -> Vec<usize> {
         self.loaded.keys().copied().collect()
     }
@@ -144,6 +165,13 @@ struct Request {
 }
 
 impl Core {
+    /// Takes the modules of a device's context, for the caller to drop.
+    pub(crate) fn unload_context(&self, device: usize) {
+        let gone = lock(&self.modules).unload(|_, of| of == device);
+        // The caller's code ends outside of the lock.
+        drop(gone);
+    }
+
     fn function(&self, handle: CUfunction) -> Outcome<Arc<LoadedFunction>> {
         lock(&self.modules).functions.get(&(handle as usize)).cloned().ok_or(code::INVALID_HANDLE)
     }
@@ -210,21 +238,21 @@ impl Core {
         // SAFETY: not null; the caller's contract.
         let loaded: Arc<dyn Module> = unsafe { kernels.load(image) }?.into();
         let handle = fresh_handle();
-        lock(&self.modules)
-            .loaded
-            .insert(handle, LoadedModule { module: loaded, device, functions: Vec::new() });
+        lock(&self.modules).loaded.insert(handle, LoadedModule { module: loaded, device });
         // SAFETY: not null, and valid for a write by the caller's contract.
         unsafe { put(module, handle as CUmodule) }
     }
 
     pub(crate) unsafe fn cuModuleUnload(self: &Arc<Self>, module: CUmodule) -> Outcome {
-        let mut modules = lock(&self.modules);
-        let gone = modules.loaded.remove(&(module as usize)).ok_or(code::INVALID_HANDLE)?;
-        let functions: Vec<_> =
-            gone.functions.iter().map(|handle| modules.functions.remove(handle)).collect();
+        self.current()?;
+        let (module, mut modules) = (module as usize, lock(&self.modules));
+        if !modules.has(module) {
+            return Err(code::INVALID_HANDLE);
+        }
+        let gone = modules.unload(|handle, _| handle == module);
         // The caller's code ends outside of the lock.
         drop(modules);
-        drop((functions, gone));
+        drop(gone);
         Ok(())
     }
 
@@ -235,19 +263,25 @@ impl Core {
         name: *const c_char,
     ) -> Outcome {
         require(!function.is_null() && !name.is_null())?;
-        let mut modules = lock(&self.modules);
-        let from = modules.loaded.get_mut(&(module as usize)).ok_or(code::INVALID_HANDLE)?;
-        // SAFETY: not null, and a string by the caller's contract.
-        let kernel = from.module.function(unsafe { CStr::from_ptr(name) }).ok_or(code::NOT_FOUND)?;
-        let handle = fresh_handle();
-        from.functions.push(handle);
-        let loaded = LoadedFunction {
-            kernel,
-            _module: Arc::clone(&from.module),
-            device: from.device,
-            shared_bytes: AtomicU32::new(USUAL_SHARED_BYTES),
+        self.current()?;
+        let (from, device) = {
+            let modules = lock(&self.modules);
+            let found = modules.loaded.get(&(module as usize)).ok_or(code::INVALID_HANDLE)?;
+            (Arc::clone(&found.module), found.device)
         };
+        // The caller's code runs outside of the lock.
+        // SAFETY: not null, and a string by the caller's contract.
+        let kernel = from.function(unsafe { CStr::from_ptr(name) }).ok_or(code::NOT_FOUND)?;
+        let handle = fresh_handle();
+        let shared_bytes = AtomicU32::new(USUAL_SHARED_BYTES);
+        let loaded = LoadedFunction { kernel, _module: from, module: module as usize, device, shared_bytes };
+        let mut modules = lock(&self.modules);
+        // Unloaded meanwhile.
+        if !modules.has(module as usize) {
+            return Err(code::INVALID_HANDLE);
+        }
         modules.functions.insert(handle, Arc::new(loaded));
+        drop(modules);
         // SAFETY: not null, and valid for a write by the caller's contract.
         unsafe { put(function, handle as CUfunction) }
     }
@@ -258,6 +292,7 @@ impl Core {
         attribute: CUfunction_attribute,
         value: c_int,
     ) -> Outcome {
+        self.current()?;
         let function = self.function(function)?;
         require(attribute == CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)?;
         let most = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;

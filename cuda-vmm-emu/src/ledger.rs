@@ -134,6 +134,12 @@ pub enum Incident {
         /// Devices that the object is for.
         devices: u32,
     },
+    /// A graph was launched with a kernel whose module had been unloaded, or whose context had ended. The launch was refused; with a driver, anything
+    /// may happen.
+    Unloaded {
+        /// Ordinal of the device.
+        device: usize,
+    },
     /// A defect of the emulator: it panicked in a function, which returned `CUDA_ERROR_UNKNOWN`.
     Panic {
         /// The function.
@@ -314,6 +320,12 @@ impl fmt::Display for Incident {
                 "{} needs all {devices} devices of the multicast object and found {added}; a driver would have waited forever",
                 function.symbol()
             ),
+            Self::Unloaded { device } => {
+                write!(
+                    f,
+                    "a graph was launched with a kernel of device {device} whose module is not loaded any more"
+                )
+            }
             Self::Panic { function } => {
                 write!(f, "the emulator panicked in {}: a defect of its own", function.symbol())
             }

@@ -7,6 +7,7 @@ use cuda_vmm_emu::sys::*;
 use cuda_vmm_emu::{Config, Emulator, Incident, Kernel, Kernels, Launch, Module};
 use std::ptr::null_mut;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 /// An image is the text `image`; it has a function for each variant.
@@ -17,11 +18,20 @@ struct Host;
 enum Function {
     /// Adds its second parameter to the word at its first, once for each thread.
     Add,
+    /// Makes the word 31 times what it was and adds the second parameter, once for each thread: the order of launches shows.
+    Append,
+    /// Fails unless no other launch of it runs that has the same word.
+    Alone,
+    /// Says in [`LINGERING`] that it runs, and does so until told to end.
+    Linger,
     /// Waits until the word at its first parameter is not zero.
     Await,
     Fail,
     Panic,
 }
+
+/// 1: a launch runs; 2: it is to end; 3: it has ended.
+static LINGERING: AtomicU32 = AtomicU32::new(0);
 
 impl Kernels for Host {
     unsafe fn load(&self, image: *const c_void) -> Result<Box<dyn Module>, CUresult> {
@@ -35,6 +45,9 @@ impl Module for Host {
     fn function(&self, name: &CStr) -> Option<Arc<dyn Kernel>> {
         Some(Arc::new(match name.to_bytes() {
             b"add" => Function::Add,
+            b"append" => Function::Append,
+            b"alone" => Function::Alone,
+            b"linger" => Function::Linger,
             b"await" => Function::Await,
             b"fail" => Function::Fail,
             b"panic" => Function::Panic,
@@ -49,14 +62,32 @@ impl Kernel for Function {
     }
 
     fn run(&self, launch: &Launch) -> Result<(), CUresult> {
-        use std::sync::atomic::{AtomicU32, Ordering};
         let at = u64::from_ne_bytes(launch.parameters[0][..].try_into().unwrap());
         let value = u32::from_ne_bytes(launch.parameters[1][..].try_into().unwrap());
         // SAFETY: the tests give the address of a mapped word, which is only accessed atomically.
         let word = unsafe { AtomicU32::from_ptr(at as *mut u32) };
+        let threads: u32 = launch.grid.iter().chain(&launch.block).product();
         match self {
+            Self::Append => {
+                word.store(word.load(Ordering::SeqCst) * 31 + value * threads, Ordering::SeqCst);
+                Ok(())
+            }
+            Self::Alone => {
+                let others = word.fetch_add(1, Ordering::SeqCst);
+                std::thread::sleep(Duration::from_millis(20));
+                word.fetch_sub(1, Ordering::SeqCst);
+                if others == 0 { Ok(()) } else { Err(CUresult::CUDA_ERROR_LAUNCH_FAILED) }
+            }
+            Self::Linger => {
+                LINGERING.store(1, Ordering::SeqCst);
+                let end = Instant::now() + Duration::from_secs(10);
+                while LINGERING.load(Ordering::SeqCst) == 1 && Instant::now() < end {
+                    word.fetch_add(1, Ordering::SeqCst);
+                }
+                LINGERING.store(3, Ordering::SeqCst);
+                Ok(())
+            }
             Self::Add => {
-                let threads: u32 = launch.grid.iter().chain(&launch.block).product();
                 word.fetch_add(value * threads, Ordering::SeqCst);
                 Ok(())
             }
@@ -157,10 +188,10 @@ impl Machine {
 #[test]
 fn launches_run_in_stream_order_with_the_parameters_of_their_call() {
     let m = Machine::new();
-    m.launch(c"add", 1);
-    m.launch(c"add", 10);
+    m.launch(c"append", 1);
+    m.launch(c"append", 10);
     m.finish().unwrap();
-    assert_eq!(m.word(), 11 * 64);
+    assert_eq!(m.word(), (64 * 31) + 640);
     // SAFETY: handles and memory are used no more.
     unsafe {
         m.driver.cuModuleUnload(m.module).unwrap();
@@ -266,7 +297,7 @@ fn a_kernel_that_fails_ends_the_context() {
 fn a_graph_replays_what_was_captured_and_nothing_ran_before() {
     let m = Machine::new();
     m.begin();
-    m.launch(c"add", 1);
+    m.launch(c"append", 1);
     // A stream that is forked off and comes back.
     let (fork, join, mut other) = (m.event(), m.event(), null_mut());
     let mut exec = null_mut();
@@ -275,7 +306,7 @@ fn a_graph_replays_what_was_captured_and_nothing_ran_before() {
         m.driver.cuStreamCreate(&mut other, 1).unwrap();
         m.driver.cuEventRecord(fork, m.stream).unwrap();
         m.driver.cuStreamWaitEvent(other, fork, 0).unwrap();
-        m.try_launch(c"add", 100, 1, other).unwrap();
+        m.try_launch(c"append", 2, 1, other).unwrap();
         m.driver.cuEventRecord(join, other).unwrap();
         m.driver.cuStreamWaitEvent(m.stream, join, 0).unwrap();
         let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
@@ -293,7 +324,8 @@ fn a_graph_replays_what_was_captured_and_nothing_ran_before() {
             m.driver.cuGraphLaunch(exec, m.stream).unwrap();
         }
         m.finish().unwrap();
-        assert_eq!(m.word(), 3 * (64 + 3200));
+        let once = |word: u32| (word * 31 + 64) * 31 + 64;
+        assert_eq!(m.word(), once(once(once(0))));
         // Nothing of the capture is left in the streams.
         m.driver.cuStreamSynchronize(other).unwrap();
         m.driver.cuEventRecord(fork, other).unwrap();
@@ -344,4 +376,94 @@ fn a_capture_that_is_broken_says_so_at_its_end() {
     m.launch(c"add", 1);
     m.finish().unwrap();
     assert_eq!(m.word(), 64);
+}
+
+#[test]
+fn launches_of_one_executable_graph_follow_each_other_on_any_streams() {
+    let m = Machine::new();
+    m.begin();
+    m.launch(c"alone", 0);
+    let graph = m.end().unwrap();
+    let (mut exec, mut other) = (null_mut(), null_mut());
+    // SAFETY: the pointers are valid for the calls, and the handles exist.
+    unsafe {
+        m.driver.cuGraphInstantiateWithFlags(&mut exec, graph, 0).unwrap();
+        m.driver.cuStreamCreate(&mut other, 1).unwrap();
+        for _ in 0..3 {
+            m.driver.cuGraphLaunch(exec, m.stream).unwrap();
+            m.driver.cuGraphLaunch(exec, other).unwrap();
+        }
+        m.driver.cuStreamSynchronize(other).unwrap();
+        m.driver.cuGraphExecDestroy(exec).unwrap();
+    }
+    m.finish().unwrap();
+}
+
+#[test]
+fn functions_and_graphs_end_with_their_module_and_modules_with_their_context() {
+    let m = Machine::new();
+    let invalid = Err(CUresult::CUDA_ERROR_INVALID_HANDLE);
+    m.begin();
+    m.launch(c"add", 1);
+    let graph = m.end().unwrap();
+    let (mut exec, mut context, mut function) = (null_mut(), null_mut(), m.function(c"add"));
+    let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    // SAFETY: the pointers are valid for the calls. Handles of what is gone are refused.
+    unsafe {
+        m.driver.cuGraphInstantiateWithFlags(&mut exec, graph, 0).unwrap();
+        m.driver.cuGraphLaunch(exec, m.stream).unwrap();
+        m.finish().unwrap();
+        assert_eq!(m.word(), 64);
+        // All that a module is asked for needs a context.
+        m.driver.cuCtxGetCurrent(&mut context).unwrap();
+        m.driver.cuCtxSetCurrent(null_mut()).unwrap();
+        let no_context = Err(CUresult::CUDA_ERROR_INVALID_CONTEXT);
+        let got = m.driver.cuModuleGetFunction(&mut function, m.module, c"add".as_ptr());
+        assert_eq!(common::code(got), no_context);
+        assert_eq!(common::code(m.driver.cuFuncSetAttribute(function, attribute, 1)), no_context);
+        assert_eq!(common::code(m.driver.cuModuleUnload(m.module)), no_context);
+        m.driver.cuCtxSetCurrent(context).unwrap();
+        // The context ends, and another begins.
+        m.driver.cuDevicePrimaryCtxRelease(0).unwrap();
+        assert!(m.emulator.ledger().modules.is_empty());
+        m.driver.cuDevicePrimaryCtxRetain(&mut context, 0).unwrap();
+        m.driver.cuCtxSetCurrent(context).unwrap();
+        assert_eq!(common::code(m.driver.cuFuncSetAttribute(function, attribute, 1)), invalid);
+        assert_eq!(common::code(m.driver.cuModuleUnload(m.module)), invalid);
+        assert!(m.emulator.ledger().incidents.is_empty());
+        assert_eq!(common::code(m.driver.cuGraphLaunch(exec, null_mut())), invalid);
+    }
+    assert_eq!(m.emulator.ledger().incidents, [Incident::Unloaded { device: 0 }]);
+}
+
+#[test]
+fn memory_stays_while_a_kernel_runs_that_nobody_waited_for() {
+    let m = Machine::new();
+    m.launch(c"linger", 0);
+    let until = |what: u32| {
+        let end = Instant::now() + Duration::from_secs(10);
+        while LINGERING.load(Ordering::SeqCst) != what {
+            assert!(Instant::now() < end, "the kernel is not at {what}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    };
+    until(1);
+    let at = m.memory;
+    let is_mapped = || {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        maps.lines().any(|line| line.starts_with(&format!("{at:x}-")))
+    };
+    assert!(is_mapped());
+    drop(m);
+    // It writes on.
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(is_mapped());
+    LINGERING.store(2, Ordering::SeqCst);
+    until(3);
+    // What is left goes with it.
+    let end = Instant::now() + Duration::from_secs(10);
+    while is_mapped() {
+        assert!(Instant::now() < end, "the memory is still there");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }

@@ -217,7 +217,7 @@ impl Core {
         self.refuse_in_capture()?;
         let poison = Arc::clone(&lock(&self.contexts).devices[event.device].poison);
         let generation = event.generation();
-        // Ends because every operation ahead of the record has a deadline of its own.
+        // Ends because every operation ahead of the record does: launches and host functions by themselves, others by a deadline.
         while !event.wait_a_tick(generation, TICK) {
             poison.check()?;
             if self.closed.load(Ordering::Acquire) {

@@ -194,7 +194,7 @@ impl Stream {
         state.completed >= ticket
     }
 
-    /// Waits for an operation, and all before it. Ends because each operation has a deadline of its own.
+    /// Waits for an operation, and all before it. Ends because each of them does: launches and host functions by themselves, others by a deadline.
     pub(crate) fn await_ticket(&self, core: &Core, ticket: u64) {
         while !self.wait_a_tick(ticket) {
             if core.closed.load(Ordering::Acquire) {

@@ -4,6 +4,7 @@ use super::{Event, Stream, TICK, bounded};
 use crate::core::{Core, as_host_function};
 use crate::kernel::Launched;
 use crate::memory::access::{Accessor, Need};
+use crate::memory::raw;
 use crate::memory::space::Space;
 use crate::status::{Outcome, code, read};
 use cuda_vmm_sys::ffi::c_void;
@@ -158,15 +159,17 @@ impl Op {
                 Ok(())
             }
             Self::Call { function, data } => {
-                // SAFETY: whoever submitted the call promised that the function may be called with this argument in stream order.
-                as_host_function(|| unsafe { function(*data as *mut c_void) });
-                Ok(())
+                core.while_mapped(|| {
+                    // SAFETY: whoever submitted the call promised that the function may be called with this argument in stream order.
+                    as_host_function(|| unsafe { function(*data as *mut c_void) });
+                    Ok(())
+                })
             }
             Self::Record { event, generation } => {
                 event.happen(*generation);
                 Ok(())
             }
-            Self::Launch(launched) => launched.run(),
+            Self::Launch(launched) => core.while_mapped(|| launched.run()),
             Self::Graph(ops) => ops.iter().try_for_each(|op| op.run(core)),
             Self::Wait { .. } | Self::WaitEvent { .. } | Self::Join(_) => Ok(()),
         }
@@ -204,7 +207,9 @@ fn check(space: &Space, address: u64, length: u64, who: Accessor, need: Need) ->
 fn check_end(space: &Space, address: u64, length: u64, whose: Whose, need: Need) -> Outcome {
     match whose {
         Whose::Driver(who) => check(space, address, length, who, need),
-        Whose::Caller => Ok(()),
+        // Its owner may have given it back since: a graph runs when it likes.
+        Whose::Caller if raw::is_mapped(address, length) => Ok(()),
+        Whose::Caller => Err(code::ILLEGAL_ADDRESS),
     }
 }
 

@@ -8,8 +8,9 @@ use crate::kernel::Modules;
 use crate::ledger::Incident;
 use crate::memory::physical::{Account, Handles};
 use crate::memory::space::Space;
+use crate::residency::Residency;
 use crate::status::{Outcome, code, lock, write};
-use cuda_vmm_sys::Function;
+use cuda_vmm_sys::{CUdevice_attribute, Function};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
@@ -28,6 +29,8 @@ pub(crate) struct Core {
     pub(crate) closed: AtomicBool,
     /// Launches and host functions that run. What is mapped stays so meanwhile.
     running: AtomicUsize,
+    /// Blocks that run on each device.
+    pub(crate) residency: Vec<Residency>,
     /// Memory in use on each device.
     pub(crate) accounts: Vec<Arc<Account>>,
     /// Multicast objects that this emulator created and that exist.
@@ -67,12 +70,17 @@ impl Core {
     pub(crate) fn new(config: Config) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let accounts = config.devices.iter().map(|device| Arc::new(Account::new(device.memory))).collect();
+        let multiprocessors = |device| {
+            let count = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+            config.attribute(device, count).unwrap_or(1).unsigned_abs().into()
+        };
         Self {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             faults: Faults::new(),
             initialized: AtomicBool::new(false),
             closed: AtomicBool::new(false),
             running: AtomicUsize::new(0),
+            residency: (0..config.devices.len()).map(multiprocessors).map(Residency::new).collect(),
             accounts,
             multicast_objects: Arc::default(),
             contexts: Mutex::new(Contexts::new(config.devices.len())),

@@ -106,6 +106,11 @@ pub(crate) struct Launched {
 }
 
 impl Launched {
+    /// The device, and the blocks that it is to hold.
+    pub(crate) fn place(&self) -> (usize, u64) {
+        (self.launch.device, self.launch.grid.map(u64::from).iter().product())
+    }
+
     /// Handle of the kernel's module, and the device.
     pub(crate) fn origin(&self) -> (usize, usize) {
         (self.function.module, self.launch.device)
@@ -328,15 +333,24 @@ impl Core {
         parameters: *mut *mut c_void,
         extra: *mut *mut c_void,
     ) -> Outcome {
+        use CUlaunchAttributeID as Id;
         // SAFETY: the caller's contract.
         let config = unsafe { get(config) }?;
         // SAFETY: as above: the attributes are an array of this length.
         let attributes = unsafe { array(config.attrs.cast_const(), config.numAttrs as usize) }?;
-        let cooperative = attributes.iter().any(|attribute| {
-            attribute.id == CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-                // SAFETY: the attribute's number says which value it has; all of the union's bytes were given.
-                && unsafe { attribute.value.cooperative } != 0
-        });
+        let mut cooperative = false;
+        for attribute in attributes {
+            match attribute.id {
+                Id::CU_LAUNCH_ATTRIBUTE_COOPERATIVE => {
+                    // SAFETY: the attribute's number says which value it has; all of the union's bytes were given.
+                    cooperative = unsafe { attribute.value.cooperative } != 0;
+                }
+                // A kernel may start early, and need not.
+                Id::CU_LAUNCH_ATTRIBUTE_IGNORE
+                | Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION => {}
+                _ => return Err(code::NOT_SUPPORTED),
+            }
+        }
         let request = Request {
             grid: [config.gridDimX, config.gridDimY, config.gridDimZ],
             block: [config.blockDimX, config.blockDimY, config.blockDimZ],

@@ -15,6 +15,8 @@
 //! - run GPU code: modules and launches go to what [`Config::kernels`] was given, and are `CUDA_ERROR_NOT_SUPPORTED` without it;
 //! - place memory: a NUMA node, a device or compression is a label;
 //! - check host pointers: a copy from or to memory that the driver does not know goes to that address as the CPU would;
+//! - start a kernel before the one ahead in its stream has ended: programmatic serialization is accepted, and serial;
+//! - know what else launches can ask for, clusters for instance: attributes but that and COOPERATIVE are `CUDA_ERROR_NOT_SUPPORTED`;
 //! - measure anything: its times are those of a CPU;
 //! - account for memory across processes: an exporter's device gets memory back when the exporter has released it, imported or not.
 //!
@@ -70,6 +72,8 @@
 //! - Unbinding multicast memory with other values than it was bound with is refused; the driver leaves it undefined.
 //! - Calls that captures forbid, which `cuda.h` does not list, are those that allocate or free plain memory, pin it, load or unload modules, or ask
 //!   for an event or wait for a context on the host.
+//! - A device holds one block on each multiprocessor, and a launch starts when all its blocks fit beside those that run; one of more blocks than
+//!   there are multiprocessors runs alone. Other processes' launches do not count.
 //! - Nothing waits forever: a stream's wait ends the context with `CUDA_ERROR_LAUNCH_TIMEOUT`, a multicast call whose devices do not all
 //!   come returns `CUDA_ERROR_NOT_READY`, each after a time that the [`Config`] sets; the ledger tells of both.
 //! - A stale or foreign handle is always `CUDA_ERROR_INVALID_VALUE`, `CUDA_ERROR_INVALID_HANDLE` or `CUDA_ERROR_INVALID_CONTEXT`, never a crash.
@@ -100,6 +104,7 @@ mod kernel;
 pub mod ledger;
 mod memory;
 mod multicast;
+mod residency;
 mod share;
 mod shims;
 mod slots;

@@ -24,7 +24,7 @@ enum Function {
     Alone,
     /// Says in [`LINGERING`] that it runs, and does so until told to end.
     Linger,
-    /// Waits until the word at its first parameter is not zero.
+    /// Says in the next word that it runs, and waits until the word at its first parameter is not zero.
     Await,
     Fail,
     Panic,
@@ -92,6 +92,8 @@ impl Kernel for Function {
                 Ok(())
             }
             Self::Await => {
+                // SAFETY: as above: there are 64 bytes.
+                unsafe { AtomicU32::from_ptr((at + 4) as *mut u32) }.store(1, Ordering::SeqCst);
                 let end = Instant::now() + Duration::from_secs(10);
                 while word.load(Ordering::SeqCst) == 0 {
                     if Instant::now() > end {
@@ -117,7 +119,11 @@ struct Machine {
 
 impl Machine {
     fn new() -> Self {
-        let emulator = Emulator::new(Config::new(2).kernels(Arc::new(Host))).unwrap();
+        Self::with(|config| config)
+    }
+
+    fn with(change: impl FnOnce(Config) -> Config) -> Self {
+        let emulator = Emulator::new(change(Config::new(2).kernels(Arc::new(Host)))).unwrap();
         let driver = emulator.driver();
         let (mut context, mut module, mut memory, mut stream) = (null_mut(), null_mut(), 0, null_mut());
         // SAFETY: the pointers are valid for the calls.
@@ -215,6 +221,32 @@ fn kernels_of_two_streams_run_side_by_side() {
 }
 
 #[test]
+fn kernels_that_a_device_does_not_hold_together_wait_in_vain() {
+    // One waits for the other on a machine of 132 multiprocessors.
+    for (blocks, fits) in [(131, true), (132, false), (200, false)] {
+        let m = Machine::with(|config| config.stream_deadline(Duration::from_millis(200)));
+        let mut other = null_mut();
+        // SAFETY: the pointer is valid for the call.
+        unsafe { m.driver.cuStreamCreate(&mut other, 1) }.unwrap();
+        m.try_launch(c"await", 0, 1, m.stream).unwrap();
+        let end = Instant::now() + Duration::from_secs(10);
+        while m.emulator.read(m.memory + 4, 1).unwrap() == [0] {
+            assert!(Instant::now() < end, "the first does not run");
+        }
+        m.try_launch(c"add", 1, blocks, other).unwrap();
+        // SAFETY: the stream exists.
+        let outcome = common::code(unsafe { m.driver.cuStreamSynchronize(other) });
+        assert_eq!(outcome, if fits { Ok(()) } else { Err(CUresult::CUDA_ERROR_LAUNCH_TIMEOUT) }, "{blocks}");
+        m.emulator.write(m.memory, &[1]).unwrap();
+    }
+    // Alone, a launch of any size runs.
+    let m = Machine::new();
+    m.try_launch(c"add", 1, 1000, m.stream).unwrap();
+    m.finish().unwrap();
+    assert_eq!(m.word(), 32_000);
+}
+
+#[test]
 fn what_a_driver_refuses_is_refused() {
     let m = Machine::new();
     let mut module = null_mut();
@@ -260,11 +292,19 @@ fn what_a_driver_refuses_is_refused() {
         (together.attrs, together.numAttrs) = (&mut attribute, 1);
         assert_eq!(code(launch(together)), CUresult::CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE);
         launch(config(133, 0)).unwrap();
+        // Clusters are not known; what may be left out is.
+        attribute.id = CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+        let mut asking = config(1, 0);
+        (asking.attrs, asking.numAttrs) = (&mut attribute, 1);
+        assert_eq!(code(launch(asking)), CUresult::CUDA_ERROR_NOT_SUPPORTED);
+        attribute.id = CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        asking.attrs = &mut attribute;
+        launch(asking).unwrap();
         m.driver.cuModuleUnload(m.module).unwrap();
         assert_eq!(code(launch(config(1, 0))), CUresult::CUDA_ERROR_INVALID_HANDLE);
     }
     m.finish().unwrap();
-    assert_eq!(m.word(), 134 * 32);
+    assert_eq!(m.word(), 135 * 32);
 }
 
 #[test]

@@ -106,6 +106,11 @@ impl Op {
                 Ok(())
             }
             Self::Graph(ops) => ops.iter().try_for_each(|op| op.await_and_run(core)),
+            Self::Launch(launched) => {
+                let (device, blocks) = launched.place();
+                let _resident = core.residency[device].enter(core, blocks)?;
+                self.run(core)
+            }
             _ => self.run(core),
         }
     }

@@ -4,7 +4,7 @@ mod captured;
 mod outcome;
 mod refused;
 
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -206,18 +206,17 @@ fn kernels_are_launched_early_if_the_caller_says_so() {
     for asked in [None, Some(false), Some(true)] {
         Recorder::run(|driver, cuda| {
             let mut buffer = build(asked.into_iter().fold(builder(cuda), Builder::early_launch)).unwrap();
-            let launches = Rc::new(Cell::new(0));
-            let counted = launches.clone();
+            let launches = Rc::new(RefCell::new(Vec::new()));
+            let seen = launches.clone();
             driver.on_launch(move |config, _| {
                 // SAFETY: a launch has that many attributes.
                 let attributes =
                     unsafe { std::slice::from_raw_parts(config.attrs, config.numAttrs as usize) };
                 let early = attributes.iter().any(|attribute| attribute.id == id);
-                assert_eq!(early, asked.unwrap_or(EARLY_LAUNCH));
-                counted.set(counted.get() + 1);
+                seen.borrow_mut().push(early);
             });
             buffer.barrier().unwrap();
-            assert_eq!(launches.get(), 1);
+            assert_eq!(*launches.borrow(), [asked.unwrap_or(EARLY_LAUNCH)]);
             buffer.synchronize(LONG).unwrap();
         });
     }

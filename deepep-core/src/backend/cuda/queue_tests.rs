@@ -2,7 +2,7 @@
 
 use std::sync::atomic::AtomicUsize;
 
-use cuda_vmm::sys::{CUresult, Function};
+use cuda_vmm::sys::{CUresult, CUstreamCaptureMode, Function};
 use cuda_vmm::{Cuda, Device};
 use cuda_vmm_emu::{Config, Emulator, Faults};
 
@@ -222,8 +222,22 @@ fn what_was_captured_holds_the_memory_until_closed() {
         memory.write(0, &1_u32.to_ne_bytes()).unwrap();
         queue.synchronize(PATIENCE).unwrap();
         assert_eq!(queue.in_use(), None);
-        // The driver in software captures nothing: as `begin` does on a stream that is being captured.
-        queue.captures.store(true, Ordering::Release);
+        let capture = || {
+            let mut graph = std::ptr::null_mut();
+            let _bound = queue.context().bind().unwrap();
+            let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+            // SAFETY: the stream is the queue's own and idle.
+            unsafe { queue.driver().cuStreamBeginCapture(queue.own.raw(), mode) }.unwrap();
+            let turn = queue.turn(&Order::default(), false).unwrap();
+            assert!(turn.captured);
+            turn.end().unwrap();
+            // SAFETY: the capture began on this stream and thread; the graph is destroyed once.
+            unsafe {
+                queue.driver().cuStreamEndCapture(queue.own.raw(), &mut graph).unwrap();
+                queue.driver().cuGraphDestroy(graph).unwrap();
+            }
+        };
+        capture();
         queue.synchronize(PATIENCE).unwrap();
         assert!(queue.in_use().unwrap().contains("graphs"));
         queue.close().unwrap();

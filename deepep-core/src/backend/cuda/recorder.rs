@@ -8,10 +8,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use cuda_vmm::Cuda;
-use cuda_vmm::sys::{
-    CUfunction, CUlaunchConfig, CUresult, CUstream, CUstreamCaptureStatus, Driver, Function,
-    for_each_function,
-};
+use cuda_vmm::sys::{CUfunction, CUlaunchConfig, CUresult, Driver, Function, for_each_function};
 use cuda_vmm_emu::{Config, Emulator, Kernel, Kernels, Launch, Module};
 
 use super::module::unload_all;
@@ -58,7 +55,6 @@ struct Layer {
     fails: Cell<Option<(usize, CUresult)>>,
     /// A function whose next call fails, and how.
     fails_next: Cell<Option<(Function, CUresult)>>,
-    capture: Cell<CUstreamCaptureStatus>,
     kernel: RefCell<Option<Launched>>,
 }
 
@@ -80,7 +76,6 @@ impl Recorder {
             calls: RefCell::default(),
             fails: Cell::default(),
             fails_next: Cell::default(),
-            capture: Cell::new(CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE),
             kernel: RefCell::default(),
         });
         LAYER.set(Some(layer.clone()));
@@ -122,11 +117,6 @@ impl Recorder {
     /// Whether a call that was to fail has not come yet; it does not fail any more.
     pub(super) fn spare(&self) -> bool {
         self.layer.fails.take().is_some() | self.layer.fails_next.take().is_some()
-    }
-
-    /// What the driver says of every stream from now on.
-    pub(super) fn capture(&self, status: CUstreamCaptureStatus) {
-        self.layer.capture.set(status);
     }
 
     /// What kernels do from now on.
@@ -181,17 +171,6 @@ mod instead {
             }
         })
     }
-
-    pub(super) unsafe extern "C" fn is_capturing(
-        _: CUstream,
-        status: *mut CUstreamCaptureStatus,
-    ) -> CUresult {
-        enter(Function::cuStreamIsCapturing, |layer| {
-            // SAFETY: the caller's contract.
-            unsafe { status.write(layer.capture.get()) };
-            CUresult::CUDA_SUCCESS
-        })
-    }
 }
 
 macro_rules! shims {
@@ -224,7 +203,6 @@ macro_rules! shims {
         fn address(function: Function) -> *const c_void {
             match function {
                 Function::cuLaunchKernelEx => instead::launch as *const c_void,
-                Function::cuStreamIsCapturing => instead::is_capturing as *const c_void,
                 $(Function::$method => below::$method as *const c_void,)*
                 _ => std::ptr::null(),
             }

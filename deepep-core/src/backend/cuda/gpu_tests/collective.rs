@@ -60,8 +60,7 @@ impl Group {
             let status = StatusBlock::new(&context, StatusLayout::new(1))?;
             let options = EngineOptions {
                 timeout,
-                // Ranks on one device share its multiprocessors out.
-                max_blocks: if sharing == 1 { 0 } else { 120 / sharing },
+                max_blocks: if sharing == 1 { 0 } else { machine.share(r, sharing)? },
                 cooperative: sharing == 1,
                 ..EngineOptions::default()
             };

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use cuda_vmm::sys::{CUevent, CUresult, CUstream};
+use cuda_vmm::sys::{CUdevice_attribute, CUevent, CUresult, CUstream};
 use cuda_vmm::{Context, Cuda, Memory, PeerAccess, PlainMemory};
 
 use super::super::{CombineChoices, DispatchRoles, Engine, EngineOptions, StatusBlock};
@@ -13,6 +13,11 @@ use crate::layout::{HeapConfig, HeapLayout, Operation, Phase, RecordKind};
 /// kernels down, in seconds.
 fn kernel_timeout() -> Duration {
     Duration::from_secs(super::numbers("DEEPEP_TEST_TIMEOUT", &[4])[0] as u64)
+}
+
+/// Whether kernels are to be launched early, which needs a device for each rank.
+pub(super) fn wants_early() -> bool {
+    std::env::var("DEEPEP_TEST_EARLY").is_ok_and(|value| value == "1")
 }
 
 pub(super) type Outcome<T = ()> = Result<T, Box<dyn std::error::Error>>;
@@ -47,6 +52,14 @@ impl Machine {
 
     pub(super) fn devices(&self) -> usize {
         self.contexts.len()
+    }
+
+    /// One of `sharing` shares of a rank's device, in multiprocessors, with some left over: all blocks of all its ranks must be resident.
+    pub(super) fn share(&self, rank: usize, sharing: usize) -> Outcome<usize> {
+        let count = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        let all = usize::try_from(self.context(rank).device().attribute(count)?)?;
+        // Of 132, 120.
+        Ok((all * 10 / 11 / sharing).max(1))
     }
 
     /// The context of a rank's device.
@@ -165,18 +178,21 @@ impl Group {
         }
         let bases: Vec<u64> = heaps.iter().map(Buffer::address).collect();
         let sharing = layout.ranks.div_ceil(devices);
-        let early = sharing == 1 && std::env::var("DEEPEP_TEST_EARLY").is_ok_and(|value| value == "1");
+        let early = wants_early();
+        if early && sharing > 1 {
+            return Err("DEEPEP_TEST_EARLY: kernels are launched early on devices with one rank only".into());
+        }
         let mut ranks = Vec::new();
         for (r, heap) in heaps.into_iter().enumerate() {
             let context = context(r).clone();
             let status = StatusBlock::new(&context, layout.status)?;
+            let share = machine.share(r, sharing)?;
             let options = EngineOptions {
                 timeout: kernel_timeout(),
-                // Ranks on one device share its multiprocessors out: all blocks of all ranks must be resident.
                 max_blocks: match (blocks, sharing) {
                     (0, 1) => 0,
-                    (0, n) => 120 / n,
-                    (b, n) => b.min(120 / n),
+                    (0, _) => share,
+                    (b, _) => b.min(share),
                 },
                 // Kernels of which the driver starts one at a time are not early.
                 cooperative: match std::env::var("DEEPEP_TEST_COOPERATIVE") {

@@ -11,7 +11,7 @@
 use cuda_vmm::sys::{CUgraph, CUgraphExec, CUstreamCaptureMode};
 
 use super::input::{Case, Input};
-use super::machine::{Buffer, Outcome, Rank};
+use super::machine::{Buffer, Outcome, Rank, wants_early};
 use super::{Bench, all_roles, machine, numbers, tag_of};
 use crate::layout::Placement;
 
@@ -42,7 +42,7 @@ impl Operation {
     ];
 }
 
-/// A graph of one rank's calls.
+/// A graph of one rank's calls, as far as it has been made.
 struct Graph<'a> {
     rank: &'a Rank,
     graph: CUgraph,
@@ -51,23 +51,23 @@ struct Graph<'a> {
 
 impl<'a> Graph<'a> {
     fn capture(rank: &'a Rank, calls: impl FnOnce() -> Outcome) -> Outcome<Self> {
-        let bound = rank.context.bind()?;
+        let _bound = rank.context.bind()?;
         let driver = rank.context.device().cuda().driver();
-        let (mut graph, mut exec) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let mut made = Self { rank, graph: std::ptr::null_mut(), exec: std::ptr::null_mut() };
         // SAFETY: the stream is the rank's own and idle. Thread-local: other ranks' streams are none of this capture's business.
         unsafe {
             driver.cuStreamBeginCapture(rank.stream, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
         }?;
         let outcome = calls();
         // SAFETY: the capture that was begun above ends on the same stream.
-        unsafe { driver.cuStreamEndCapture(rank.stream, &mut graph) }?;
+        let ended = unsafe { driver.cuStreamEndCapture(rank.stream, &mut made.graph) };
         outcome?;
+        ended?;
         // SAFETY: the graph was just captured.
-        unsafe { driver.cuGraphInstantiateWithFlags(&mut exec, graph, 0) }?;
+        unsafe { driver.cuGraphInstantiateWithFlags(&mut made.exec, made.graph, 0) }?;
         // SAFETY: as above; the stream is the rank's own.
-        unsafe { driver.cuGraphUpload(exec, rank.stream) }?;
-        drop(bound);
-        Ok(Self { rank, graph, exec })
+        unsafe { driver.cuGraphUpload(made.exec, rank.stream) }?;
+        Ok(made)
     }
 
     fn launch(&self) -> Outcome {
@@ -82,10 +82,14 @@ impl Drop for Graph<'_> {
     fn drop(&mut self) {
         let Ok(_bound) = self.rank.context.bind() else { return };
         let driver = self.rank.context.device().cuda().driver();
-        // SAFETY: made by `capture`, destroyed once; launches of it have been waited for.
-        let _ = unsafe { driver.cuGraphExecDestroy(self.exec) };
-        // SAFETY: as above.
-        let _ = unsafe { driver.cuGraphDestroy(self.graph) };
+        if !self.exec.is_null() {
+            // SAFETY: made by `capture`, destroyed once; launches of it have been waited for.
+            let _ = unsafe { driver.cuGraphExecDestroy(self.exec) };
+        }
+        if !self.graph.is_null() {
+            // SAFETY: as above.
+            let _ = unsafe { driver.cuGraphDestroy(self.graph) };
+        }
     }
 }
 
@@ -175,6 +179,13 @@ fn times() {
     let packets = std::env::var("DEEPEP_TEST_PACKETS").map_or(true, |value| value != "0");
     let for_sizes = std::env::var("DEEPEP_TEST_FOR_SIZES").map_or(true, |value| value != "0");
     for ranks in numbers("DEEPEP_TEST_RANKS", &[machine.devices().clamp(2, 8)]) {
+        if wants_early() && ranks > machine.devices() {
+            eprintln!(
+                "skipped: {ranks} ranks on {} GPUs: early kernels need a GPU for each",
+                machine.devices()
+            );
+            continue;
+        }
         eprintln!(
             "{ranks} ranks on {} GPUs, H 7168, top-8 of 256; µs: single (chained, graph)",
             machine.devices()

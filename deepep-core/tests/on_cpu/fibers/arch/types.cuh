@@ -1,25 +1,9 @@
 // The language of kernels for CPUs, one fiber a thread.
 #pragma once
 #include "runtime.h"
-#include <cstring>
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef int i32;
-typedef long long i64;
+#include "arch/scalars.cuh"
 
-struct alignas(16) Vec16 {
-    u32 x, y, z, w;
-};
-
-#define DEVICE inline
-#define __device__
-#define __global__
-#define __noinline__
-#define __grid_constant__
-#define __launch_bounds__(threads, blocks)
 #define threadIdx fiber_thread
 #define blockIdx fiber_block
 #define gridDim fiber_grid
@@ -91,14 +75,3 @@ inline u32 atomicOr(u32* p, u32 v) {
     return old;
 }
 inline void __threadfence_block() {}
-
-inline float __uint_as_float(u32 bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-inline u32 __float_as_uint(float value) {
-    u32 bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}

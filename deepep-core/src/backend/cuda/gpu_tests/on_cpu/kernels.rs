@@ -83,6 +83,8 @@ impl Kernels {
                 .arg(&root)
                 .arg("-I")
                 .arg(folder())
+                .arg("-I")
+                .arg(folder().join(".."))
                 .arg(define("KERNEL", "\"kernel.cu\"".into()))
                 .arg(define("ENTRY", program.entry().into()))
                 .arg(define("PARAMS", params(program).into()))

@@ -3,9 +3,9 @@
 use std::time::{Duration, Instant};
 
 use super::check::{POISON, Slots, i32_at};
-use super::input::{Case, Input};
+use super::input::Case;
 use super::machine::Machine;
-use super::{Bench, DispatchLaunch, check, engine, machine};
+use super::{Bench, DispatchLaunch, Round, check, engine, machine};
 use crate::layout::{DispatchShape, HandleLayout, OutputLayout, Phase, Placement, RecordKind};
 
 #[test]
@@ -14,19 +14,15 @@ fn bad_ids_are_reported_and_count_as_none() {
     let cases = [Placement::Plain, Placement::Expanded].map(|p| Case::new(2, 100, p).both_ways());
     for case in cases.into_iter().flatten() {
         let bench = Bench::new(&machine, &case).unwrap();
-        let mut inputs: Vec<Input> = (0..2).map(|r| Input::new(&case, r, 3)).collect();
-        let given: Vec<Vec<i64>> = inputs.iter().map(|i| i.experts.clone()).collect();
+        let mut round = Round::drawn(&case, 3);
+        let given: Vec<Vec<i64>> = round.inputs.iter().map(|i| i.experts.clone()).collect();
         let mut bad = given.clone();
         let e = case.experts as i64;
         for (i, id) in [(4, e), (9, -2), (22, i64::MAX), (31, i64::MIN), (50, e + 1000), (77, 1 << 32)] {
             bad[0][i] = id;
         }
         bad[1][4 * 10 + 3] = bad[1][4 * 10 + 1]; // token 10 names an expert twice
-        for (input, bad) in inputs.iter_mut().zip(&bad) {
-            input.experts.clone_from(bad);
-        }
         bench.poison().unwrap();
-        let mut round = bench.prepare((0..2).map(|r| Input::new(&case, r, 3)).collect(), 3);
         for (input, bad) in round.inputs.iter_mut().zip(&bad) {
             input.experts.clone_from(bad);
         }
@@ -37,7 +33,7 @@ fn bad_ids_are_reported_and_count_as_none() {
             round.inputs[0].experts[i] = -1;
         }
         round.inputs[1].experts[4 * 10 + 3] = -1;
-        let cleaned = bench.prepare(round.inputs, 3);
+        let cleaned = Round::new(&case, round.inputs, 3);
         bench.check_dispatch(&cleaned, &cleaned.inputs, 0, 0, false).unwrap();
         let report = bench.group.ranks[0].status.report(RecordKind::BadExpert).unwrap();
         let (token, lane) = (report.index as usize, report.lane as usize);
@@ -64,7 +60,7 @@ fn too_little_capacity_moves_nothing_and_says_how_much_is_needed() {
     for case in cases.into_iter().flatten() {
         let placement = case.placement;
         let mut bench = Bench::new(&machine, &case).unwrap();
-        let round = bench.prepare((0..2).map(|r| Input::new(&case, r, 4)).collect(), 4);
+        let round = Round::drawn(&case, 4);
         let needed = match placement {
             Placement::Plain => round.received[0].tokens.len(),
             Placement::Expanded => round.received[0].rows.len(),
@@ -112,7 +108,7 @@ fn exact_counts_reach_the_host() {
 fn exact_counts(machine: &Machine, case: &Case) {
     use crate::layout::CountsLayout as C;
     let bench = Bench::new(machine, case).unwrap();
-    let round = bench.prepare((0..2).map(|r| Input::new(case, r, 8)).collect(), 8);
+    let round = Round::drawn(case, 8);
     bench.upload(0, &round).unwrap();
     for (r, rank) in bench.group.ranks.iter().enumerate() {
         let t = &bench.tensors[0][r];
@@ -149,7 +145,7 @@ fn a_missing_rank_is_named() {
     let cases = Case::new(3, 64, Placement::Plain).both_ways();
     for (case, (operation, phase)) in cases.iter().flat_map(|case| operations.map(|o| (case.clone(), o))) {
         let bench = Bench::new(&machine, &case).unwrap();
-        let round = bench.prepare((0..3).map(|r| Input::new(&case, r, 9)).collect(), 9);
+        let round = Round::drawn(&case, 9);
         bench.upload(0, &round).unwrap();
         bench.each(true, |r| bench.launch_dispatch(r, 0, 0, 0, false)).unwrap();
         let start = Instant::now();
@@ -194,7 +190,7 @@ fn different_calls_are_found() {
 
 fn different_calls(machine: &Machine, case: &Case) {
     let bench = Bench::new(machine, case).unwrap();
-    let round = bench.prepare((0..2).map(|r| Input::new(case, r, 9)).collect(), 9);
+    let round = Round::drawn(case, 9);
     bench.upload(0, &round).unwrap();
     bench.poison().unwrap();
     for (r, rank) in bench.group.ranks.iter().enumerate() {

@@ -146,6 +146,11 @@ struct Round {
 }
 
 impl Round {
+    /// What a seed gives.
+    fn drawn(case: &Case, seed: u64) -> Self {
+        Self::new(case, (0..case.ranks).map(|r| Input::new(case, r, seed)).collect(), seed)
+    }
+
     fn new(case: &Case, inputs: Vec<Input>, seed: u64) -> Self {
         let received = oracle::dispatch(case, &inputs);
         let row_count = |r: &Received| match case.placement {
@@ -195,10 +200,6 @@ impl Bench {
 
     fn layout(&self) -> &HeapLayout {
         &self.group.layout
-    }
-
-    fn prepare(&self, inputs: Vec<Input>, seed: u64) -> Round {
-        Round::new(&self.case, inputs, seed)
     }
 
     fn upload(&self, set: usize, round: &Round) -> Outcome {
@@ -348,9 +349,8 @@ impl Bench {
     /// Fresh dispatch, combine, cached dispatch with other rows, fresh dispatch with other routes, combine; then checks all of it.
     fn round(&self, seed: u64, careful: bool) -> Outcome {
         let case = &self.case;
-        let inputs = |seed| (0..case.ranks).map(|r| Input::new(case, r, seed)).collect::<Vec<_>>();
-        let first = self.prepare(inputs(seed), seed);
-        let second = self.prepare(inputs(seed ^ 0xdead), seed ^ 0xdead);
+        let first = Round::drawn(case, seed);
+        let second = Round::drawn(case, seed ^ 0xdead);
         self.poison()?;
         self.upload(0, &first)?;
         self.upload(1, &second)?;
@@ -424,7 +424,7 @@ fn a_planted_error_is_found() {
     let case = Case::new(2, 33, Placement::Expanded);
     let bench = Bench::new(&machine, &case).unwrap();
     bench.round(5, true).unwrap();
-    let round = bench.prepare((0..2).map(|r| Input::new(&case, r, 5)).collect(), 5);
+    let round = Round::drawn(&case, 5);
     let mut slots = Slots::read(&bench.group, 1, bench.dispatch[1].shape(), 0, 0).unwrap();
     check::dispatched(&case, 1, &slots, &round.received, &round.inputs, false).unwrap();
     slots.output[case.row_bytes + 5] ^= 1;

@@ -10,9 +10,9 @@
 
 use cuda_vmm::sys::{CUgraph, CUgraphExec, CUstreamCaptureMode};
 
-use super::input::{Case, Input};
+use super::input::Case;
 use super::machine::{Buffer, Outcome, Rank, wants_early};
-use super::{Bench, all_roles, machine, numbers, tag_of};
+use super::{Bench, Round, all_roles, machine, numbers, tag_of};
 use crate::layout::Placement;
 
 const ITERATIONS: usize = 31;
@@ -268,8 +268,7 @@ fn times_of(machine: &super::Machine, case: &Case, only: &str) -> Outcome<String
         return Ok(line);
     }
     let bench = Bench::new(machine, case)?;
-    let inputs = (0..case.ranks).map(|r| Input::new(case, r, 1)).collect();
-    let round = bench.prepare(inputs, 1);
+    let round = Round::drawn(case, 1);
     bench.upload(0, &round)?;
     bench.each(true, |r| bench.give_rows(r, 0))?;
     bench.each(true, |r| bench.launch_dispatch(r, 0, 0, 0, false))?;

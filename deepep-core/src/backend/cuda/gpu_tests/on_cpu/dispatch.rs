@@ -4,7 +4,7 @@ use super::super::super::DispatchRoles;
 use super::super::super::grid::Limits;
 use super::super::Round;
 use super::super::check::{self, POISON, i32_at};
-use super::super::input::{Case, Input, Routing};
+use super::super::input::{Case, Routing};
 use super::super::machine::Outcome;
 use super::kernels::{Kernels, compiler};
 use super::programs;
@@ -101,7 +101,7 @@ fn dispatch_twice(cases: &[&Case], placement: Placement, seed: u64) {
     let kernels = Kernels::build(&programs, &|_, text| text).unwrap_or_else(|e| panic!("{e}"));
     let mut ranks = Ranks::of(cases, Limits { blocks: 64, ..LIMITS }, 0).unwrap();
     ranks.count_tag = 3;
-    let round = round_of(cases[0], seed);
+    let round = Round::drawn(cases[0], seed);
     let tensors: Vec<Tensors> =
         cases.iter().enumerate().map(|(r, case)| Tensors::new(case, &round, r)).collect();
     let calls: Vec<Vec<Call>> = tensors
@@ -172,10 +172,6 @@ fn dispatches(ranks: &mut Ranks<'_>, kernels: &Kernels, round: &Round, seed: u64
     ranks.run(kernels, seed, &calls)
 }
 
-fn round_of(case: &Case, seed: u64) -> Round {
-    Round::new(case, (0..case.ranks).map(|r| Input::new(case, r, seed)).collect(), seed)
-}
-
 #[test]
 fn too_little_capacity_moves_nothing_on_cpus() {
     if !compiler("too_little_capacity_moves_nothing_on_cpus") {
@@ -185,7 +181,7 @@ fn too_little_capacity_moves_nothing_on_cpus() {
         let kernels = kernels(2, placement);
         let case = Case::new(2, 17, placement);
         let mut ranks = Ranks::new(&case, LIMITS, 0).unwrap();
-        let round = round_of(&case, 4);
+        let round = Round::drawn(&case, 4);
         let mine = &round.received[1];
         let (tokens, rows) = (mine.tokens.len(), mine.rows.len().max(mine.tokens.len()));
         let needed = if placement == Placement::Plain { tokens } else { rows };
@@ -234,7 +230,7 @@ fn bad_ids_count_as_none_and_counts_are_exact_on_cpus() {
         let kernels = kernels(2, placement);
         let case = Case::new(2, 15, placement);
         let mut ranks = Ranks::new(&case, LIMITS, 0).unwrap();
-        let mut round = round_of(&case, 3);
+        let mut round = Round::drawn(&case, 3);
         round.inputs[0].experts[9] = case.experts as i64;
         round.inputs[0].experts[22] = i64::MIN;
         let twice = round.inputs[1].experts[4 * 6 + 1];
@@ -276,7 +272,7 @@ fn a_rank_that_does_not_come_is_named_on_cpus() {
         let kernels = kernels(3, placement);
         let case = Case::new(3, 9, placement);
         let mut ranks = Ranks::new(&case, Limits { blocks: 2, ..LIMITS }, 0).unwrap();
-        let round = round_of(&case, 3);
+        let round = Round::drawn(&case, 3);
         let error = dispatches(&mut ranks, &kernels, &round, 8, &[0, 2]).unwrap_err().to_string();
         assert!(error.contains("gave up"), "{placement:?}: {error}");
         let gave_up = ranks.gave_up();

@@ -13,7 +13,7 @@ use self::kernels::{Kernels, compiler};
 use self::ranks::{Call, Ranks, Tensors};
 use super::super::CombineRoles;
 use super::super::grid::Limits;
-use super::input::{Case, Input};
+use super::input::Case;
 use super::machine::Outcome;
 use super::{Round, cases};
 use crate::jit::Program;
@@ -93,11 +93,7 @@ fn all_cases(test: &str, ranks: usize, placement: Placement, seeds: u64) {
 
 /// One dispatch on each rank, and a combine behind it.
 fn one_call(ranks: &mut Ranks<'_>, kernels: &Kernels, seed: u64) -> Outcome {
-    let rounds: Vec<Round> = ranks
-        .cases
-        .iter()
-        .map(|case| Round::new(case, (0..case.ranks).map(|r| Input::new(case, r, seed)).collect(), seed))
-        .collect();
+    let rounds: Vec<Round> = ranks.cases.iter().map(|case| Round::drawn(case, seed)).collect();
     let tensors: Vec<Tensors> =
         rounds.iter().enumerate().map(|(r, round)| Tensors::new(ranks.cases[r], round, r)).collect();
     let calls: Vec<Vec<Call>> = tensors
@@ -140,8 +136,7 @@ fn calls_that_differ_end_on_cpus() {
             // Nothing differs in dispatch: combine is what finds it.
             let mut ranks = Ranks::of(&[&same, &same], limits, 0).unwrap();
             let other = case(8, 512);
-            let inputs: Vec<Input> = (0..2).map(|r| Input::new(&same, r, 4)).collect();
-            let round = Round::new(&same, inputs, 4);
+            let round = Round::drawn(&same, 4);
             let tensors: Vec<Tensors> = (0..2).map(|r| Tensors::new(&same, &round, r)).collect();
             let dispatches: Vec<Vec<Call>> =
                 tensors.iter().enumerate().map(|(r, t)| vec![ranks.dispatch(r, t, 0, 0, false)]).collect();
@@ -158,8 +153,7 @@ fn calls_that_differ_end_on_cpus() {
             // Other rows and slots: the ranks wait for different things, and still learn why.
             let mut ranks = Ranks::of(&[&same, &other], limits, 0).unwrap();
             let error = {
-                let rounds =
-                    [&same, &other].map(|c| Round::new(c, (0..2).map(|r| Input::new(c, r, 6)).collect(), 6));
+                let rounds = [&same, &other].map(|case| Round::drawn(case, 6));
                 let tensors: Vec<Tensors> =
                     (0..2).map(|r| Tensors::new(ranks.cases[r], &rounds[r], r)).collect();
                 let calls = |ranks: &Ranks<'_>, combine: bool| -> Vec<Vec<Call>> {
@@ -195,7 +189,7 @@ fn rows_that_were_not_sent_are_not_announced_on_cpus() {
     let case = Case::new(2, 12, Placement::Plain);
     let limits = Limits { blocks: 2, shared_bytes: 232_448, link: 48 };
     let ranks = Ranks::new(&case, limits, 0).unwrap();
-    let round = Round::new(&case, (0..2).map(|r| Input::new(&case, r, 1)).collect(), 1);
+    let round = Round::drawn(&case, 1);
     let tensors: Vec<Tensors> = (0..2).map(|r| Tensors::new(&case, &round, r)).collect();
     let calls: Vec<Vec<Call>> =
         tensors.iter().enumerate().map(|(r, t)| vec![ranks.dispatch(r, t, 0, 0, false)]).collect();

@@ -1,11 +1,11 @@
 //! What only small batches have: kernels for fixed sizes, capacities that the ids of all ranks are compared with, epochs and tags that come back.
 
 use super::super::super::grid::Limits;
+use super::super::Round;
 use super::super::check::{self, POISON, i32_at};
-use super::super::input::{Case, Input, Routing};
+use super::super::input::{Case, Routing};
 use super::super::machine::Outcome;
 use super::super::oracle::Received;
-use super::super::{Round, oracle};
 use super::kernels::{Kernels, compiler};
 use super::programs;
 use super::ranks::{Call, Ranks, Tensors};
@@ -90,10 +90,8 @@ fn over(case: &Case, received: &[Received]) -> Option<(usize, [i32; 2])> {
 
 /// One dispatch, checked, of rows that fit or don't.
 fn limited_dispatch(ranks: &mut Ranks<'_>, kernels: &Kernels, case: &Case, seed: u64) -> Outcome<bool> {
-    let inputs: Vec<Input> = (0..case.ranks).map(|r| Input::new(case, r, seed)).collect();
-    let received = oracle::dispatch(case, &inputs);
-    let over = over(case, &received);
-    let round = Round::new(case, inputs, seed);
+    let round = Round::drawn(case, seed);
+    let over = over(case, &round.received);
     ranks.poison();
     let tensors: Vec<Tensors> = (0..case.ranks).map(|r| Tensors::new(case, &round, r)).collect();
     let calls: Vec<Vec<Call>> =
@@ -104,7 +102,7 @@ fn limited_dispatch(ranks: &mut Ranks<'_>, kernels: &Kernels, case: &Case, seed:
     for r in 0..case.ranks {
         let slots = ranks.slots(r, 0, 0);
         let Some((rank, needed)) = over else {
-            check::dispatched(case, r, &slots, &received, &round.inputs, false)?;
+            check::dispatched(case, r, &slots, &round.received, &round.inputs, false)?;
             continue;
         };
         let counts: Vec<i32> = (0..4).map(|i| i32_at(&slots.handle, h.counts, i)).collect();

@@ -2,7 +2,7 @@
 
 use super::super::super::CombineRoles;
 use super::super::super::grid::Limits;
-use super::super::input::{Case, Input, Random};
+use super::super::input::{Case, Random};
 use super::super::machine::Outcome;
 use super::super::{Round, check, oracle};
 use super::kernels::{Kernels, compiler};
@@ -31,8 +31,7 @@ fn case(ranks: usize, tokens: usize, pulled: usize) -> Case {
 }
 
 fn one_round(case: &Case, seed: u64) -> Round {
-    let inputs = (0..case.ranks).map(|r| Input::new(case, r, seed)).collect();
-    let mut round = Round::new(case, inputs, seed);
+    let mut round = Round::drawn(case, seed);
     for (rows, received) in round.rows.iter_mut().zip(&round.received) {
         let row = |&(rank, token): &(usize, usize)| {
             let bytes = &round.inputs[rank].x[token * case.row_bytes..][..case.row_bytes];

@@ -385,8 +385,7 @@ impl<'a> Ranks<'a> {
     /// The same calls as a round on GPUs, with no wait between the ranks.
     pub(super) fn round(&mut self, kernels: &Kernels, seed: u64) -> Outcome {
         let case = self.cases[0];
-        let inputs = |seed| (0..case.ranks).map(|r| Input::new(case, r, seed)).collect::<Vec<_>>();
-        let rounds = [Round::new(case, inputs(seed), seed), Round::new(case, inputs(!seed), !seed)];
+        let rounds = [seed, !seed].map(|seed| Round::drawn(case, seed));
         let refreshed: Vec<Input> =
             rounds[0].inputs.iter().enumerate().map(|(r, i)| i.refreshed(case, r, !seed)).collect();
         self.poison();

@@ -63,6 +63,9 @@ fn elsewhere<T: Send>(driver: &Driver, run: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| scope.spawn(on_thread).join().unwrap())
 }
 
+/// A call, and what it does.
+type Named<'a> = (&'a str, &'a mut dyn FnMut() -> Result<(), CUresult>);
+
 #[test]
 fn what_a_capture_does_not_see_is_refused_and_ends_it() {
     let (emulator, driver) = start(Config::new(1));
@@ -74,7 +77,7 @@ fn what_a_capture_does_not_see_is_refused_and_ends_it() {
     call!(driver, cuEventRecord(event, stream.raw())).unwrap();
     let own = own.as_mut_ptr().cast::<c_void>();
     let (mut new_device, mut new_host, mut module) = (0, null_mut(), null_mut());
-    let mut calls: [(&str, &mut dyn FnMut() -> Result<(), CUresult>); 11] = [
+    let mut calls: [Named<'_>; 11] = [
         ("alloc", &mut || call!(driver, cuMemAlloc(&mut new_device, 64))),
         ("free", &mut || call!(driver, cuMemFree(device))),
         ("host alloc", &mut || call!(driver, cuMemHostAlloc(&mut new_host, 64, 0))),

@@ -4,8 +4,13 @@
 use crate::device::Device;
 use crate::environment::{self, WindowSettings};
 use crate::error::{Error, Result};
-use cuda_vmm_sys::{CUdeviceptr, CUmemAllocationProp_v1, CUmemLocationType};
+use cuda_vmm_sys::{
+    CUdeviceptr, CUmemAllocationHandleType, CUmemAllocationProp_v1, CUmemGenericAllocationHandle,
+    CUmemLocationType, CallError, Driver,
+};
 use nccl_gin_sys::{Generation, NCCL_WIN_REQUIRED_ALIGNMENT};
+use std::ffi::c_int;
+use std::os::fd::{FromRawFd, OwnedFd};
 
 /// Addresses come in units of 4 GiB.
 const UNIT: usize = 1 << 32;
@@ -35,13 +40,13 @@ fn check_with(
     let mut next = address;
     let mut segments = 0;
     while next < end {
-        let segment = Segment::at(device, next).map_err(refuse)?;
-        segments += 1;
-        if segments > 1 && generation < Generation::V2_30 {
+        if segments > 0 && generation < Generation::V2_30 {
             return Err(refuse(
                 "it spans several physical allocations, for which NCCL 2.30 or newer is needed".into(),
             ));
         }
+        let segment = Segment::at(device, next).map_err(refuse)?;
+        segments += 1;
         if segment.on_host && generation < Generation::V2_30 {
             return Err(refuse("part of it is host memory, for which NCCL 2.30 or newer is needed".into()));
         }
@@ -109,12 +114,17 @@ impl Segment {
         let mut properties = CUmemAllocationProp_v1::default();
         // SAFETY: the output is valid for one write, and the handle is alive.
         let told = unsafe { driver.cuMemGetAllocationPropertiesFromHandle(&mut properties, handle) };
+        // Of imported memory the driver (580) tells no handle type, so there only an attempt shows it.
+        let shared = match told {
+            Ok(()) if properties.requestedHandleTypes.0 == 0 => export(driver, handle),
+            _ => Ok(()),
+        };
         // SAFETY: the reference that was retained above is given back once.
         unsafe { driver.cuMemRelease(handle) }.ok();
         told.map_err(|error| format!("the driver does not tell how {address:#x} was allocated ({error})"))?;
-        if properties.requestedHandleTypes.0 == 0 {
-            return Err(format!("{address:#x} was allocated without a handle type, so it cannot be shared"));
-        }
+        shared.map_err(|error| {
+            format!("{address:#x} was allocated without a handle type, so it cannot be shared ({error})")
+        })?;
         let on_host = match properties.location.type_ {
             CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE => false,
             CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST_NUMA => true,
@@ -127,4 +137,17 @@ impl Segment {
         };
         Ok(Self { end, on_host })
     }
+}
+
+/// Exports memory as NCCL will, and drops what comes of it.
+fn export(driver: &Driver, handle: CUmemGenericAllocationHandle) -> std::result::Result<(), CallError> {
+    let mut number: c_int = -1;
+    let kind = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    // SAFETY: for a file descriptor the output is one int, valid for the write; the handle is alive.
+    unsafe { driver.cuMemExportToShareableHandle((&raw mut number).cast(), handle, kind, 0) }?;
+    if number >= 0 {
+        // SAFETY: the driver made the descriptor for this call, and nobody else knows it.
+        drop(unsafe { OwnedFd::from_raw_fd(number) });
+    }
+    Ok(())
 }

@@ -26,6 +26,13 @@ fn memory_that_nccl_cannot_export_is_refused_before_any_rank_waits() {
             0,
             "several physical allocations, for which NCCL 2.30",
         ),
+        // Told before the second allocation is asked about.
+        (
+            22809,
+            &[(MIB2, Kind::Device), (MIB2, Kind::Private)],
+            0,
+            "several physical allocations, for which NCCL 2.30",
+        ),
         (22809, &[(MIB2, Kind::Host)], 0, "host memory, for which NCCL 2.30"),
         // More than the 8 GiB of addresses that a device of 6 GiB gets.
         (23203, &[(MIB2, Kind::Device), (8 << 30, Kind::Host)], 0, "set NCCL_WIN_STRIDE=17179869184"),
@@ -56,6 +63,16 @@ fn memory_that_nccl_cannot_export_is_refused_before_any_rank_waits() {
             comm.register(Arc::new(crate::fake::Piece { start, length }), WindowFlags::empty()).unwrap_err();
         contains(&error, &[needle]);
     }
+    comm.close().unwrap();
+    fake.finish();
+}
+
+#[test]
+fn imported_memory_becomes_a_window_where_the_driver_exports_it() {
+    let fake = Fake::new(23203);
+    let comm = fake.comm();
+    let memory = fake.memory(&[(MIB2, Kind::Device), (MIB2, Kind::Imported)]);
+    comm.register(memory, WindowFlags::empty()).unwrap().close().unwrap();
     comm.close().unwrap();
     fake.finish();
 }

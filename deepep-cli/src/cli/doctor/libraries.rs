@@ -70,7 +70,7 @@ fn properties(nccl: &Nccl) -> nccl_gin::Result<Properties> {
     let config = Config::new().timeout(Duration::from_secs(30));
     let communicator = Communicator::init(nccl, &device, &id, 1, 0, &config)?;
     let properties = communicator.properties();
-    drop(communicator);
+    communicator.close()?;
     properties
 }
 

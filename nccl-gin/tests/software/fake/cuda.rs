@@ -5,7 +5,9 @@ use cuda_vmm_sys::{
     CUcontext, CUdevice, CUdeviceptr, CUmemAllocationHandleType, CUmemAllocationProp_v1, CUmemLocationType,
     CUpointer_attribute, CUresult, CUstream,
 };
-use std::ffi::{CStr, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_int, c_uint, c_ulonglong, c_void};
+use std::fs::File;
+use std::os::fd::IntoRawFd;
 use std::ptr;
 
 const CONTEXT: usize = 0xc0_0000;
@@ -24,6 +26,7 @@ pub(super) fn resolve(name: &CStr) -> *const c_void {
         b"cuMemGetAddressRange_v2" => address_range as *const c_void,
         b"cuMemRetainAllocationHandle" => retain_handle as *const c_void,
         b"cuMemGetAllocationPropertiesFromHandle" => handle_properties as *const c_void,
+        b"cuMemExportToShareableHandle" => export_handle as *const c_void,
         b"cuMemRelease" => release_handle as *const c_void,
         b"cuPointerGetAttribute" => pointer_attribute as *const c_void,
         b"cuStreamCreate" => stream_create as *const c_void,
@@ -130,9 +133,25 @@ unsafe extern "C" fn handle_properties(out: *mut CUmemAllocationProp_v1, handle:
         Kind::Host => CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST_NUMA,
         _ => CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
     };
-    properties.requestedHandleTypes = CUmemAllocationHandleType(u32::from(kind != Kind::Private));
+    properties.requestedHandleTypes =
+        CUmemAllocationHandleType(u32::from(!matches!(kind, Kind::Private | Kind::Imported)));
     // SAFETY: the caller passes a valid pointer.
     unsafe { *out = properties };
+    CUresult::CUDA_SUCCESS
+}
+
+unsafe extern "C" fn export_handle(
+    out: *mut c_void,
+    handle: u64,
+    _: CUmemAllocationHandleType,
+    _: c_ulonglong,
+) -> CUresult {
+    if world(|world| world.ranges[handle as usize].2 == Kind::Private) {
+        return CUresult::CUDA_ERROR_INVALID_VALUE;
+    }
+    let null = File::open("/dev/null").expect("every system has it");
+    // SAFETY: the caller passes a valid pointer to an int, and owns what it is given.
+    unsafe { out.cast::<c_int>().write(null.into_raw_fd()) };
     CUresult::CUDA_SUCCESS
 }
 

@@ -24,6 +24,8 @@ pub enum Kind {
     Plain,
     /// From cuMemCreate, without a handle type.
     Private,
+    /// Imported: the driver tells no handle type, and exports it.
+    Imported,
 }
 
 /// Everything that both libraries remember.

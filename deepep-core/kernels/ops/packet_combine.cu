@@ -7,8 +7,8 @@
 #include "arch/launch.cuh"
 #include "ops/packets/back.cuh"
 
-// At most half of the registers of a multiprocessor: the next kernel starts early beside this one.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) deepep_packet_combine(const __grid_constant__ PacketCombineParams q) {
+// All registers of a multiprocessor: what a block has on its way at once is what bounds a batch of many tokens.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_packet_combine(const __grid_constant__ PacketCombineParams q) {
     if (q.call.domain.early) arch::launch_dependents();
     arch::wait_for_predecessor();
     Back b(q);

@@ -9,9 +9,9 @@ use super::params::{
 };
 use super::sizes::PacketSizes;
 use crate::layout::{
-    BACK_BYTES, COLLECTIVE_BLOCKS, CountsLayout, GROUP_BYTES, GROUP_PACKETS, IndexWidth, MAX_BLOCKS,
-    MAX_RANKS, MAX_SENDERS, MAX_TOPK, Operation, PACKET_BYTES, Phase, Placement, REGION_ALIGNMENT,
-    RecordKind, STATUS_RECORD_BYTES, StatusRecord, Ticket, WorkspaceLayout,
+    COLLECTIVE_BLOCKS, CountsLayout, GROUP_BYTES, GROUP_PACKETS, IndexWidth, MAX_BLOCKS, MAX_RANKS,
+    MAX_SENDERS, MAX_TOPK, Operation, PACKET_BYTES, Phase, Placement, REGION_ALIGNMENT, RecordKind,
+    STATUS_RECORD_BYTES, StatusRecord, Ticket, WorkspaceLayout,
 };
 
 /// A kernel, in one of the variants that are compiled separately. Sizes are arguments; what is fixed here changes the code.
@@ -83,9 +83,10 @@ pub enum Program {
 pub(crate) const THREADS: usize = 512;
 /// Threads of a block of a combine that sums before it sends: three warps on each quarter of a multiprocessor, for more registers.
 pub(crate) const SUM_THREADS: usize = 384;
-/// Threads of a block of a dispatch and of a combine in packets: with 80 and 128 registers a thread one block of each fits on a multiprocessor.
+/// Threads of a block of a dispatch in packets: two blocks fit on a multiprocessor.
 pub(crate) const PACKET_DISPATCH_THREADS: usize = 384;
-pub(crate) const PACKET_COMBINE_THREADS: usize = 256;
+/// Threads of a block of a combine in packets: 128 tokens of 14 KB are a piece for each warp that sends, and one for each that sums.
+pub(crate) const PACKET_COMBINE_THREADS: usize = 512;
 /// Shared memory of the control words of a block of a dispatch in packets.
 pub(crate) const PACKET_CONTROL_BYTES: usize = 320;
 /// Threads of a barrier kernel's block.
@@ -309,7 +310,6 @@ impl Program {
             ("PACKET_BYTES", PACKET_BYTES),
             ("GROUP_PACKETS", GROUP_PACKETS),
             ("GROUP_BYTES", GROUP_BYTES),
-            ("BACK_BYTES", BACK_BYTES),
         ];
         for (name, value) in numbers {
             line(format_args!("constexpr u32 {name} = {value};"));

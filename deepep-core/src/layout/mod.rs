@@ -25,8 +25,8 @@ pub use combine::{InputLayout, ReceiveLayout};
 pub use dispatch::{HandleLayout, OutputLayout};
 pub use heap::{HeapConfig, HeapLayout, SlotArray};
 pub use packets::{
-    BACK_BYTES, GROUP_BYTES, GROUP_PACKETS, MAX_PACKET_TOKENS, PACKET_BYTES, PacketLayout, back_groups,
-    lane_packets, packet_groups, weight_packets,
+    GROUP_BYTES, GROUP_PACKETS, MAX_PACKET_TOKENS, PACKET_BYTES, PacketLayout, lane_packets, packet_groups,
+    weight_packets,
 };
 pub use plan::{Plan, PlanItem};
 pub use shape::{CombineShape, DispatchShape, IndexWidth, Placement, ScaleOrder};

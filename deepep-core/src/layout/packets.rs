@@ -10,19 +10,12 @@ pub const PACKET_BYTES: usize = 16;
 pub const GROUP_PACKETS: usize = 4;
 /// Bytes of such a piece.
 pub const GROUP_BYTES: usize = 56;
-/// Bytes of what a thread makes of a row that goes back: two packets, so that it can hold that much of many rows.
-pub const BACK_BYTES: usize = 28;
 /// Bytes of bit maps that a block can hold: a bit for each expert and token.
 const MAX_MAP_BYTES: usize = 64 << 10;
 
 /// Pieces of a row of so many bytes, a multiple of 4.
 pub const fn packet_groups(bytes: usize) -> usize {
     bytes.div_ceil(GROUP_BYTES)
-}
-
-/// Pieces of a row of so many bytes that goes back.
-pub const fn back_groups(bytes: usize) -> usize {
-    bytes.div_ceil(BACK_BYTES)
 }
 
 /// Packets of the ids and weights of a token: two ids or one weight a word, three words a packet.

@@ -6,11 +6,10 @@
 constexpr u32 WARPS = THREADS / 32;
 // Warps of a block that send; the others sum. With one rank all warps sum.
 constexpr u32 SENDERS = RANKS > 1 ? WARPS / 2 : 0, REDUCERS = WARPS - SENDERS;
-// A lane's piece of a row: two packets, 14 values. Words of four bytes of a piece lie `groups` words apart.
-constexpr u32 BACK_PACKETS = 2;
-typedef Pieces<BACK_PACKETS> Piece;
-constexpr u32 PIECE_WORDS = BACK_BYTES / 4;
-static_assert(sizeof(Piece) == BACK_BYTES, "two packets are made of 28 bytes");
+// A lane's piece of a row: four packets, 28 values. Words of eight bytes of a piece lie `groups` words apart.
+typedef Pieces<GROUP_PACKETS> Piece;
+constexpr u32 PIECE_WORDS = GROUP_BYTES / 8;
+static_assert(sizeof(Piece) == GROUP_BYTES, "packets are made of 56 bytes");
 
 struct Back {
     const PacketCombineParams& q;
@@ -44,28 +43,32 @@ struct Back {
     DEVICE u64 weight_at(i32 row) const { return EXPANDED ? (u64)row : (u64)row * lanes() + lane; }
     // Words that lane g of a row has in it.
     DEVICE u32 words(u32 g) const {
-        const u32 all = row_bytes() / 4;
+        const u32 all = row_bytes() / 8;
         if (FIXED && all % groups() == 0) return g < groups() ? all / groups() : 0;
         return g < groups() ? (all - g + groups() - 1) / groups() : 0;
     }
     DEVICE void load(u64 row, u32 g, u32 words, Piece& piece) const {
-        const u32* at = (const u32*)row + g;
+        const u64* at = (const u64*)row + g;
 #pragma unroll
-        for (u32 j = 0; j < PIECE_WORDS; j++, at += groups()) piece.w[j] = j < words ? arch::ld_stream(at) : 0x80008000u;
+        for (u32 j = 0; j < PIECE_WORDS; j++, at += groups()) {
+            const u64 w = j < words ? arch::ld_stream(at) : 0x8000800080008000ull;
+            piece.w[2 * j] = (u32)w;
+            piece.w[2 * j + 1] = (u32)(w >> 32);
+        }
     }
     DEVICE u64 x_row(u32 row) const { return p.x + (u64)row * row_bytes(); }
 };
 
 // Sums of BF16 values: FP32, one term after the other, one rounding at the end. Starts at −0, to which every term can be added without a change.
 struct PieceSum {
-    float v[2 * PIECE_WORDS];
+    float v[4 * PIECE_WORDS];
     DEVICE void clear() {
 #pragma unroll
-        for (u32 i = 0; i < 2 * PIECE_WORDS; i++) v[i] = -0.f;
+        for (u32 i = 0; i < 4 * PIECE_WORDS; i++) v[i] = -0.f;
     }
     DEVICE void add(const Piece& t) {
 #pragma unroll
-        for (u32 j = 0; j < PIECE_WORDS; j++) {
+        for (u32 j = 0; j < 2 * PIECE_WORDS; j++) {
             v[2 * j] += arch::bf16_low(t.w[j]);
             v[2 * j + 1] += arch::bf16_high(t.w[j]);
         }
@@ -73,17 +76,13 @@ struct PieceSum {
     DEVICE Piece round() const {
         Piece r;
 #pragma unroll
-        for (u32 j = 0; j < PIECE_WORDS; j++) r.w[j] = arch::bf16_pack(v[2 * j], v[2 * j + 1]);
+        for (u32 j = 0; j < 2 * PIECE_WORDS; j++) r.w[j] = arch::bf16_pack(v[2 * j], v[2 * j + 1]);
         return r;
     }
 };
 
-// Rows that are loaded together, as many as registers hold: usually all that a token has here.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+// Rows that are loaded together, as many as registers hold.
 constexpr u32 ROWS = 4;
-#else
-constexpr u32 ROWS = 6;
-#endif
 
 // Sum of the rows that the lanes in `which` hold, in ascending order; the bits of a single one. Whole warp.
 DEVICE Piece sum_rows(const Back& b, i32 row, u32 which, u32 g) {
@@ -100,16 +99,15 @@ DEVICE Piece sum_rows(const Back& b, i32 row, u32 which, u32 g) {
 #pragma unroll 1
     while (which) {
         Piece t[ROWS];
-        u64 at[ROWS];
+        u32 at[ROWS];
         const u32 count = __popc(which);
 #pragma unroll
-        for (u32 u = 0; u < ROWS; u++, which &= which - 1) at[u] = b.x_row((u32)warp::get(row, __ffs(which) - 1));
+        for (u32 u = 0; u < ROWS; u++, which &= which - 1) at[u] = (u32)warp::get(row, __ffs(which) - 1);
+        // A row that is not there is −0, so that no register holds what was loaded for the token before.
 #pragma unroll
-        for (u32 u = 0; u < ROWS; u++)
-            if (u < count) b.load(at[u], g, words, t[u]);
+        for (u32 u = 0; u < ROWS; u++) b.load(b.x_row(u < count ? at[u] : 0), g, u < count ? words : 0, t[u]);
 #pragma unroll
-        for (u32 u = 0; u < ROWS; u++)
-            if (u < count) sum.add(t[u]);
+        for (u32 u = 0; u < ROWS; u++) sum.add(t[u]);
     }
     return sum.round();
 }
@@ -188,7 +186,7 @@ struct Result {
         if (t != b.packets.scrubbed()) return true;
 #pragma unroll 1
         for (u32 s = 0; s < RANKS; s++)
-            if (s != b.me) b.packets.scrub(b.packets.back(b.me, s, t), b.q.area.back_stride, BACK_PACKETS, b.groups(), g, part, b.parts());
+            if (s != b.me) b.packets.scrub(b.packets.back(b.me, s, t), b.q.area.back_stride, GROUP_PACKETS, b.groups(), g, part, b.parts());
         return true;
     }
 
@@ -210,11 +208,13 @@ private:
             const u32 from = (u32)warp::get(dest, __ffs(rest) - 1);
             if (from == b.me) {
                 term = mine;
-            } else if (g < b.groups()) {
+            } else {
                 const Vec16* slot = b.packets.back(b.me, from, t);
-                Vec16 p[BACK_PACKETS];
-                b.packets.load(slot, b.groups(), g, p);
-                ok = b.packets.receive(slot, b.groups(), g, p, b.place(from, t)) && ok;
+                Vec16 p[GROUP_PACKETS] = {};
+                if (g < b.groups()) {
+                    b.packets.load(slot, b.groups(), g, p);
+                    ok = b.packets.receive(slot, b.groups(), g, p, b.place(from, t)) && ok;
+                }
                 term.take(p);
             }
             sum.add(term);
@@ -222,15 +222,15 @@ private:
         if (!warp::all(ok)) return false;
         const Piece result = biases == 0 && __popc(terms) <= 1 ? term : sum.round();
         const u32 words = b.words(g);
-        u32* out = (u32*)(b.p.out + (u64)t * b.row_bytes()) + g;
+        u64* out = (u64*)(b.p.out + (u64)t * b.row_bytes()) + g;
 #pragma unroll
         for (u32 j = 0; j < PIECE_WORDS; j++, out += b.groups())
-            if (j < words) *out = result.w[j];
+            if (j < words) *out = (u64)result.w[2 * j + 1] << 32 | result.w[2 * j];
         return part != 0 || write_weights(dest);
     }
     DEVICE u32 add_biases(PieceSum& sum) const {
         u32 n = 0;
-#pragma unroll
+#pragma unroll 1
         for (u32 i = 0; i < 2; i++) {
             const u64 bias = i ? b.p.bias1 : b.p.bias0;
             if (!bias) continue;

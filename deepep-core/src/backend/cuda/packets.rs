@@ -10,8 +10,7 @@ use crate::jit::{
     JitError, PACKET_COMBINE_THREADS, PACKET_CONTROL_BYTES, PACKET_DISPATCH_THREADS, PacketSizes, Program,
 };
 use crate::layout::{
-    CombineShape, DispatchShape, HeapConfig, MAX_BLOCKS, PacketLayout, Placement, align_up, back_groups,
-    packet_groups,
+    CombineShape, DispatchShape, HeapConfig, MAX_BLOCKS, PacketLayout, Placement, align_up, packet_groups,
 };
 
 /// Where packets lie, for kernels.
@@ -113,7 +112,7 @@ impl PacketGrid {
         packets: &PacketLayout,
     ) -> Self {
         let (max_tokens, topk, row_bytes) = (shape.max_tokens, shape.topk, shape.row_bytes);
-        let groups = back_groups(row_bytes);
+        let groups = packet_groups(row_bytes);
         // Half of the warps sum what came from each peer, the others own tokens; with one rank all of them do.
         let (peers, warps) = match shape.ranks {
             1 => (1, PACKET_COMBINE_THREADS / 32),
@@ -237,10 +236,10 @@ mod tests {
         assert_eq!(g.start - g.of_expert, 8 * 256 * 4);
         // A warp for each part of each row that is sent or summed, and a block that has none.
         let mut back = combine(2, 8, Placement::Plain, true);
-        for (max_tokens, blocks) in [(1, 5), (32, 129), (128, 132)] {
+        for (max_tokens, blocks) in [(1, 2), (32, 33), (128, 129)] {
             back.max_tokens = max_tokens;
             let g = PacketGrid::combine(&back, 256, HOPPER, &packets(&shape));
-            assert_eq!((g.blocks, g.groups), (blocks, 512));
+            assert_eq!((g.blocks, g.groups), (blocks, 256));
         }
     }
 

@@ -57,7 +57,11 @@ fn all_kernels_compile_without_local_memory() {
                 std::fs::write(folder.join(format!("{number}.{arch}.cubin")), cubin.image()).unwrap();
             }
             let kernel = &cubin.resources()[0];
-            eprintln!("{number}: {arch} {program:?}: {} registers, {} B", kernel.registers, cubin.image().len());
+            eprintln!(
+                "{number}: {arch} {program:?}: {} registers, {} B",
+                kernel.registers,
+                cubin.image().len()
+            );
             assert_eq!(kernel.kernel, program.entry());
             // Two dispatches of small batches fit on a multiprocessor (2 · 384 · 80 registers of 65536), a combine alone (512 · 128).
             let most = match program {

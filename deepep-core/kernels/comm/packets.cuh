@@ -92,7 +92,11 @@ struct Packets {
     }
     // Own rows go the same way as others.
     DEVICE Vec16* row(u32 r, u32 from, u32 token) const { return (Vec16*)slot(area.rows, area.row_stride, r, RANKS, from, token); }
-    DEVICE Vec16* lanes(u32 r, u32 from, u32 token) const { return (Vec16*)slot(area.lanes, area.lane_stride, r, RANKS, from, token); }
+    // The first packet of a token's ids; the next ones are `max_tokens` packets apart, so that a warp looks at those of 32 tokens at once.
+    DEVICE Vec16* ids(u32 r, u32 from, u32 token) const {
+        return (Vec16*)(d.heap[r] + area.ids + (parity() * RANKS + from) * area.id_stride) + token;
+    }
+    DEVICE Vec16* weights(u32 r, u32 from, u32 token) const { return (Vec16*)slot(area.weights, area.weight_stride, r, RANKS, from, token); }
     DEVICE Vec16* back(u32 r, u32 from, u32 token) const {
         return (Vec16*)slot(area.back, area.back_stride, r, RANKS - 1, rank_slot(from, r), token);
     }

@@ -89,8 +89,9 @@ DEVICE bool wait_for_all(const Domain& d, Place at, u64 expected, Ready ready) {
     for (u32 n = 0;; n++) {
         if (ready(at, seen)) return true;
         if (late) break;
-        if (start == 0) start = arch::now_ns();
+        // Seldom: the clock and the cell are not for nothing.
         if (n % 32 != 31) continue;
+        if (start == 0) start = arch::now_ns();
         if (aborted(d)) break;
         // Blocks of one rank wait for each other only because one of them waits for a peer. That one gives up first, so that the record
         // names the peer and not this rank.

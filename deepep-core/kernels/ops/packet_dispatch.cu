@@ -6,7 +6,7 @@
 // Who waits: senders for `begun`; every block for the ids of all tokens; the warps that place a row for its packets. Nothing is
 //   sent after a wait for anything but `begun`, so that ranks can't block each other. All blocks are resident at once.
 // What costs time is one thing after the other. So a warp has all that it reads on its way before it looks at any of it: epoch, rows and ids,
-//   the permission to write; and while it waits for ids it looks for the row, too.
+//   the permission to write. Rows are looked for once the ids are there, and have time until positions are known.
 #include "arch/launch.cuh"
 #include "ops/packets/place.cuh"
 
@@ -50,7 +50,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
             in.look();
         } else {
             if (ok) ok = read_lanes(b, in);
-            // Ids may have been there before the row.
             in.look();
             ok = __syncthreads_and(ok);
             if (ok) {

@@ -3,7 +3,7 @@
 use super::{
     CombineShape, Cursor, DispatchShape, GROUP_PACKETS, HEAP_ALIGNMENT, HandleLayout, InputLayout,
     MAX_SUM_PARTS, OutputLayout, PACKET_BYTES, PacketLayout, Placement, ReceiveLayout, StatusLayout,
-    WorkspaceLayout, align_up, lane_packets, packet_groups, weight_packets,
+    WorkspaceLayout, align_up, id_packets, packet_groups, weight_packets,
 };
 use crate::error::{Error, Result};
 
@@ -186,8 +186,9 @@ impl HeapLayout {
         if let Some(p) = &self.workspace.packets {
             let row = packet_groups(shape.row_bytes + shape.scale_bytes()) * GROUP_PACKETS * PACKET_BYTES;
             Self::fits("packets of a row", row, p.row_stride)?;
-            let lanes = lane_packets(shape.topk) * PACKET_BYTES;
-            Self::fits("packets of ids and weights", lanes, p.lane_stride)?;
+            let ids = id_packets(shape.topk) * self.max_tokens * PACKET_BYTES;
+            Self::fits("packets of ids", ids, p.id_stride)?;
+            Self::fits("packets of weights", weight_packets(shape.topk) * PACKET_BYTES, p.weight_stride)?;
         }
         Ok((output, handle))
     }

@@ -25,7 +25,7 @@ pub use combine::{InputLayout, ReceiveLayout};
 pub use dispatch::{HandleLayout, OutputLayout};
 pub use heap::{HeapConfig, HeapLayout, SlotArray};
 pub use packets::{
-    GROUP_BYTES, GROUP_PACKETS, MAX_PACKET_TOKENS, PACKET_BYTES, PacketLayout, lane_packets, packet_groups,
+    GROUP_BYTES, GROUP_PACKETS, MAX_PACKET_TOKENS, PACKET_BYTES, PacketLayout, id_packets, packet_groups,
     weight_packets,
 };
 pub use plan::{Plan, PlanItem};

@@ -18,12 +18,12 @@ pub const fn packet_groups(bytes: usize) -> usize {
     bytes.div_ceil(GROUP_BYTES)
 }
 
-/// Packets of the ids and weights of a token: two ids or one weight a word, three words a packet.
-pub const fn lane_packets(topk: usize) -> usize {
-    (topk.div_ceil(2) + topk).div_ceil(3)
+/// Packets of the ids of a token: eight of 12 bits in three words.
+pub const fn id_packets(topk: usize) -> usize {
+    topk.div_ceil(8)
 }
 
-/// Packets of the weights of a token that go back.
+/// Packets of the weights of a token: three words a packet.
 pub const fn weight_packets(topk: usize) -> usize {
     topk.div_ceil(3)
 }
@@ -38,10 +38,14 @@ pub struct PacketLayout {
     pub begun: usize,
     /// Peer, `[2 parities][ranks]`, one cache line each: digest of the call, tokens.
     pub heads: usize,
-    /// Peer, `[2 parities][ranks][max_tokens]`: ids and weights of a token.
-    pub lanes: usize,
+    /// Peer, `[2 parities][ranks][packets of a token][max_tokens]`: ids.
+    pub ids: usize,
+    /// Bytes of a rank there.
+    pub id_stride: usize,
+    /// Peer, `[2 parities][ranks][max_tokens]`: weights of a token.
+    pub weights: usize,
     /// Bytes of a token there.
-    pub lane_stride: usize,
+    pub weight_stride: usize,
     /// Peer, `[2 parities][ranks][max_tokens]`: rows and scales of a dispatch.
     pub rows: usize,
     /// Bytes of a row there.
@@ -75,7 +79,9 @@ impl PacketLayout {
     ) -> Self {
         let start = cursor.bytes();
         let most = |all: &mut dyn Iterator<Item = usize>| all.max().unwrap_or(0);
-        let lane_stride = PACKET_BYTES * most(&mut dispatch.iter().map(|s| lane_packets(s.topk)));
+        let topk = most(&mut dispatch.iter().map(|s| s.topk));
+        let id_stride = PACKET_BYTES * id_packets(topk) * max_tokens;
+        let weight_stride = PACKET_BYTES * weight_packets(topk);
         let group = PACKET_BYTES * GROUP_PACKETS;
         let row_stride =
             group * most(&mut dispatch.iter().map(|s| packet_groups(s.row_bytes + s.scale_bytes())));
@@ -85,15 +91,18 @@ impl PacketLayout {
         let (slots, peers) = (2 * ranks * max_tokens, 2 * (ranks - 1) * max_tokens);
         let begun = cursor.take(4 * ranks, line);
         let heads = cursor.take(2 * ranks, line);
-        let lanes = cursor.take(slots, lane_stride);
+        let ids = cursor.take(2 * ranks, id_stride);
+        let weights = cursor.take(slots, weight_stride);
         let rows = cursor.take(slots, row_stride);
         let back = cursor.take(peers, back_stride);
         let back_weights = cursor.take(peers, back_weight_stride);
         Self {
             begun,
             heads,
-            lanes,
-            lane_stride,
+            ids,
+            id_stride,
+            weights,
+            weight_stride,
             rows,
             row_stride,
             back,
@@ -116,9 +125,9 @@ mod tests {
         // 7168 bytes and 56 scales: 132 pieces without a rest.
         assert_eq!(packet_groups(7168 + 224), 132);
         assert_eq!(packet_groups(14336), 256);
-        assert_eq!((lane_packets(8), weight_packets(8)), (4, 3));
-        assert_eq!((lane_packets(1), weight_packets(1)), (1, 1));
-        assert_eq!(lane_packets(32), 16);
+        assert_eq!((id_packets(8), weight_packets(8)), (1, 3));
+        assert_eq!((id_packets(1), weight_packets(1)), (1, 1));
+        assert_eq!((id_packets(32), weight_packets(32)), (4, 11));
     }
 
     #[test]
@@ -126,7 +135,10 @@ mod tests {
         let mut cursor = Cursor::at(0);
         let (d, c) = (dispatch(2, 128, Placement::Expanded), combine(2, 8, Placement::Expanded, true));
         let p = PacketLayout::place(&mut cursor, 2, 128, &[d], &[c]);
-        assert_eq!((p.lane_stride, p.row_stride, p.back_stride, p.back_weight_stride), (64, 8448, 16384, 48));
+        assert_eq!(
+            (p.id_stride, p.weight_stride, p.row_stride, p.back_stride, p.back_weight_stride),
+            (2048, 48, 8448, 16384, 48)
+        );
         assert_eq!(p.back - p.rows, 2 * 2 * 128 * 8448);
         assert!(p.bytes < 9 << 20, "{}", p.bytes);
     }

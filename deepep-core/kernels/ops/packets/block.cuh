@@ -5,8 +5,10 @@
 #include "ops/dispatch/report.cuh"
 
 constexpr u32 WARPS = THREADS / 32;
-constexpr u32 IDS_OF_PACKET = 6, WORDS_OF_PACKET = 3;
-constexpr u32 NO_EXPERT = 0xffff;  // as an id in a packet
+constexpr u32 WORDS_OF_PACKET = 3;
+// Ids in a packet, of 12 bits each; all bits set for none.
+constexpr u32 IDS_OF_PACKET = 8, ID_BITS = 12, NO_ID = (1u << ID_BITS) - 1;
+static_assert(IDS_OF_PACKET * ID_BITS == 32 * WORDS_OF_PACKET, "ids fill a packet");
 // A lane's piece of a row: four packets.
 constexpr u32 ROW_PACKETS = GROUP_PACKETS, ROW_WORDS = GROUP_BYTES / 8;
 typedef Pieces<ROW_PACKETS> Row;
@@ -31,7 +33,7 @@ struct Block {
     u32* of_expert;  // [words][maps]: tokens of an expert; local experts only, unless capacities matter
     i32* start;      // [EL + 1]: first row of each local expert, counted from the first of its 32
     i32* counts;     // [EL]
-    u32* ids;        // [units of this block][words of ids]
+    u32* ids;        // [units of this block][packets of ids][words]
     u32 me, lane, warp;
 
     DEVICE Block(const PacketDispatchParams& params, u8* shared)
@@ -116,9 +118,14 @@ DEVICE u32 bits(const Block& b, const u32* map, u32 step) {
 }
 DEVICE bool bit(const u32* map, u32 at) { return map[at / 32] >> (at % 32) & 1; }
 
-// Packets of a token's lanes: ids, two a word, then weights.
-DEVICE constexpr u32 id_words(u32 lanes) { return (lanes + 1) / 2; }
-DEVICE constexpr u32 id_packets(u32 lanes) { return (id_words(lanes) + WORDS_OF_PACKET - 1) / WORDS_OF_PACKET; }
+// Packets of a token's ids and of its weights.
+DEVICE constexpr u32 id_packets(u32 lanes) { return (lanes + IDS_OF_PACKET - 1) / IDS_OF_PACKET; }
+DEVICE constexpr u32 weight_packets(u32 lanes) { return (lanes + WORDS_OF_PACKET - 1) / WORDS_OF_PACKET; }
+// Id k of a packet with these words.
+DEVICE u32 id_of(const u32* words, u32 k) {
+    const u32 at = k * ID_BITS, low = at / 32, high = low + 1 < WORDS_OF_PACKET ? low + 1 : low;
+    return (u32)(((u64)words[high] << 32 | words[low]) >> at % 32) & NO_ID;
+}
 
 // Word i of eight bytes of what travels for a token: its row, then its scale packs.
 DEVICE void store_word(const Block& b, u32 row, u32 i, bool inside, u64 v) {

@@ -39,14 +39,14 @@ struct Token {
         for (u32 r = 1; r < RANKS; r++) s += number >= r * b.max_tokens();
         t = number - s * b.max_tokens();
         head_at = b.packets.head(b.me, s);
-        at = b.packets.lanes(b.me, s, t);
+        at = b.packets.ids(b.me, s, t);
     }
     DEVICE Place place() const { return b.place(PHASE_TOTALS, s, t); }
     DEVICE bool look(u64& seen) {
         const bool two = id_packets(b.lanes()) > 1;
         head = b.packets.load(head_at);
         p[0] = b.packets.load(at);
-        if (two) p[1] = b.packets.load(at + 1);
+        if (two) p[1] = b.packets.load(at + b.max_tokens());
         seen = head.w;
         if (head.w != b.packets.epoch) return false;
         // Another call: its lanes may be fewer, and nobody waits for them.
@@ -65,12 +65,12 @@ struct Token {
         const bool given = t < head.y;
         const u32 unit = b.unit(s, t), n = b.turn(unit), packets = id_packets(b.lanes());
         const bool placed = unit - n * gridDim.x == blockIdx.x;
-        u32* ids = b.ids + n * id_words(b.lanes());
+        u32* ids = b.ids + n * packets * WORDS_OF_PACKET;
 #pragma unroll(FIXED ? id_packets(FIXED_LANES) : 1)
         for (u32 i = 0; i < packets; i++) {
             Vec16 v = i == 0 ? p[0] : p[1];
-            if (i > 1 && given && !b.packets.receive(at + i, place(), v)) return false;
-            enter(marks, i, given, v, placed, ids);
+            if (i > 1 && given && !b.packets.receive(at + i * b.max_tokens(), place(), v)) return false;
+            enter(marks, i, given, v, placed, ids + i * WORDS_OF_PACKET);
         }
         return true;
     }
@@ -79,17 +79,19 @@ private:
     DEVICE void enter(Marks& marks, u32 packet, bool given, const Vec16& v, bool placed, u32* ids) const {
         const u32 w[WORDS_OF_PACKET] = {given ? v.x : ALL_LANES, given ? v.y : ALL_LANES, given ? v.z : ALL_LANES};
 #pragma unroll
+        for (u32 i = 0; i < WORDS_OF_PACKET; i++)
+            if (placed) ids[i] = w[i];
+#pragma unroll
         for (u32 j = 0; j < IDS_OF_PACKET; j++) {
-            const u32 k = packet * IDS_OF_PACKET + j, id = j & 1 ? w[j / 2] >> 16 : w[j / 2] & 0xffffu;
-            if (k >= b.lanes()) break;
-            if (placed && j % 2 == 0) ids[k / 2] = w[j / 2];
+            if (packet * IDS_OF_PACKET + j >= b.lanes()) break;
+            const u32 id = id_of(w, j);
             if (id < b.experts()) marks.add(id);
         }
     }
 };
 
-// By all threads: learns the ids of every token of every rank. Meanwhile each warp looks for what it will place. False after an abort.
-DEVICE bool read_lanes(const Block& b, Incoming& in) {
+// By all threads: learns the ids of every token of every rank. False after an abort.
+DEVICE bool read_lanes(const Block& b, const Incoming& in) {
     const u32 all = RANKS * b.max_tokens();
     bool ok = true;
     for (u32 first = b.warp * 32; ok; first += THREADS) {
@@ -100,10 +102,8 @@ DEVICE bool read_lanes(const Block& b, Incoming& in) {
         Marks marks(b, number);
         if (!counts || number < all) {
             Token token(b, counts ? number : in.number());
-            ok = wait_until(b.d, token.place(), b.packets.epoch, [&](u64& seen) {
-                in.look();
-                return token.look(seen);
-            });
+            // Nothing else is looked at: all blocks look at the same lines.
+            ok = wait_until(b.d, token.place(), b.packets.epoch, [&](u64& seen) { return token.look(seen); });
             ok = ok && token.same_call() && (!counts || token.enter(marks));
         }
         ok = warp::all(ok);

@@ -26,7 +26,7 @@ struct Incoming {
         want = of_row ? b.packets.tag : b.packets.epoch;
         mask = of_row ? 0xffff0000u : ALL_LANES;
         waits = some && (of_row ? g() < b.groups() : b.lane < b.lanes() && b.p.weights != 0);
-        from = of_row ? b.packets.row(b.me, s, t) + g() : b.packets.lanes(b.me, s, t) + weight_word() / WORDS_OF_PACKET;
+        from = of_row ? b.packets.row(b.me, s, t) + g() : b.packets.weights(b.me, s, t) + b.lane / WORDS_OF_PACKET;
 #pragma unroll
         for (u32 k = 0; k < ROW_PACKETS; k++) p[k] = {0, 0, 0, ~want};
     }
@@ -57,7 +57,7 @@ struct Incoming {
         });
     }
     DEVICE u32 weight() const {
-        const u32 word = weight_word() % WORDS_OF_PACKET;
+        const u32 word = b.lane % WORDS_OF_PACKET;
         return word == 0 ? p[0].x : word == 1 ? p[0].y : p[0].z;
     }
     // If it is this call's turn: the part of the row's slot that this warp has read, and its share of what rows of this size leave.
@@ -65,7 +65,4 @@ struct Incoming {
         if (t == b.packets.scrubbed())
             b.packets.scrub(b.packets.row(b.me, s, t), b.q.area.row_stride, ROW_PACKETS, b.groups(), g(), part, b.parts());
     }
-
-private:
-    DEVICE u32 weight_word() const { return id_words(b.lanes()) + b.lane; }
 };

@@ -11,8 +11,8 @@ struct Unit {
     i32 row = -1;      // of this lane: −1 for lanes that live elsewhere
 
     DEVICE Unit(const Block& block, const Incoming& in) : b(block), s(in.s), t(in.t), number(in.number()) {
-        const u32 words = b.lane < b.lanes() ? b.ids[in.turn * id_words(b.lanes()) + b.lane / 2] : ALL_LANES;
-        const u32 id = b.lane & 1 ? words >> 16 : words & 0xffffu;
+        const u32* words = b.ids + (in.turn * id_packets(b.lanes()) + b.lane / IDS_OF_PACKET) * WORDS_OF_PACKET;
+        const u32 id = b.lane < b.lanes() ? id_of(words, b.lane % IDS_OF_PACKET) : NO_ID;
         expert = id >= b.experts() || b.control.over != RANKS ? -1 : (i32)id;
         dest = expert < 0 ? -1 : (i32)rank_of(b, (u32)expert);
         here = warp::ballot(dest == (i32)b.me);

@@ -70,24 +70,26 @@ private:
             if (needed >> r & 1) b.packets.send(b.packets.row(r, b.me, t), b.groups(), g, row);
         }
     }
-    // Lane n makes packet n.
+    // Lane n makes packet n: ids first, then weights.
     DEVICE void send_lanes() const {
-        const i32 e = valid_expert();
-        const u32 ids = id_words(b.lanes()), count = (ids + b.lanes() + WORDS_OF_PACKET - 1) / WORDS_OF_PACKET;
-        u32 w[WORDS_OF_PACKET];
+        const u32 e = (u32)valid_expert() & NO_ID, ids = id_packets(b.lanes()), count = ids + weight_packets(b.lanes());
+        u32 id[IDS_OF_PACKET], w[WORDS_OF_PACKET];
+        // Lanes beyond the last packet make one that is not sent.
 #pragma unroll
-        for (u32 i = 0; i < WORDS_OF_PACKET; i++) {
-            // Lanes beyond the last packet make one that is not sent.
-            const u32 at = WORDS_OF_PACKET * b.lane + i;
-            const u32 low = (u32)warp::get(e, 2 * at % 32), high = (u32)warp::get(e, (2 * at + 1) % 32);
-            const u32 value = warp::get(weight, (at - ids) % 32);
-            w[i] = at < ids ? (low & 0xffffu) | high << 16 : value;
-        }
+        for (u32 i = 0; i < IDS_OF_PACKET; i++) id[i] = warp::get(e, (IDS_OF_PACKET * b.lane + i) % 32);
+#pragma unroll
+        for (u32 i = 0; i < WORDS_OF_PACKET; i++) w[i] = warp::get(weight, (WORDS_OF_PACKET * (b.lane - ids) + i) % 32);
         if (b.lane >= count) return;
+        if (b.lane < ids) {
+            w[0] = id[0] | id[1] << 12 | id[2] << 24;
+            w[1] = id[2] >> 8 | id[3] << 4 | id[4] << 16 | id[5] << 28;
+            w[2] = id[5] >> 4 | id[6] << 8 | id[7] << 20;
+        }
 #pragma unroll AT_ONCE
         for (u32 i = 1; i <= RANKS; i++) {
             const u32 r = (b.me + i) % RANKS;
-            b.packets.send(b.packets.lanes(r, b.me, t) + b.lane, w[0], w[1], w[2]);
+            Vec16* to = b.lane < ids ? b.packets.ids(r, b.me, t) + b.lane * b.max_tokens() : b.packets.weights(r, b.me, t) + (b.lane - ids);
+            b.packets.send(to, w[0], w[1], w[2]);
         }
     }
     // Id of lane k, invalid and repeated ones as −1.

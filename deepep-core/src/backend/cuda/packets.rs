@@ -10,7 +10,8 @@ use crate::jit::{
     JitError, PACKET_COMBINE_THREADS, PACKET_CONTROL_BYTES, PACKET_DISPATCH_THREADS, PacketSizes, Program,
 };
 use crate::layout::{
-    CombineShape, DispatchShape, HeapConfig, MAX_BLOCKS, PacketLayout, Placement, align_up, packet_groups,
+    CombineShape, DispatchShape, HeapConfig, MAX_BLOCKS, PacketLayout, Placement, align_up, id_packets,
+    packet_groups,
 };
 
 /// Where packets lie, for kernels.
@@ -18,11 +19,13 @@ fn area(p: &PacketLayout, max_tokens: usize) -> PacketArea {
     PacketArea {
         begun: p.begun as u64,
         heads: p.heads as u64,
-        lanes: p.lanes as u64,
+        ids: p.ids as u64,
+        weights: p.weights as u64,
         rows: p.rows as u64,
         back: p.back as u64,
         back_weights: p.back_weights as u64,
-        lane_stride: p.lane_stride as u64,
+        id_stride: p.id_stride as u64,
+        weight_stride: p.weight_stride as u64,
         row_stride: p.row_stride as u64,
         back_stride: p.back_stride as u64,
         back_weight_stride: p.back_weight_stride as u64,
@@ -77,7 +80,7 @@ impl PacketGrid {
         let start = align_up(of_expert + words * expert_maps * 4, 16);
         let counts = align_up(start + (local + 1) * 4, 16);
         let ids = align_up(counts + local * 4, 16);
-        let shared_bytes = ids + units.div_ceil(blocks) * topk.div_ceil(2) * 4;
+        let shared_bytes = ids + units.div_ceil(blocks) * id_packets(topk) * 3 * 4;
         if shared_bytes > limits.shared_bytes {
             let need = format!(
                 "{} experts and top-{} on {blocks} blocks need {shared_bytes} bytes of shared memory, of {}",

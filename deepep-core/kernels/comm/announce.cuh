@@ -1,8 +1,8 @@
 // Flags for rows whose bulk stores have completed: one fence for many rows.
 //
 // A flag after a bulk store needs a release or fence at system scope, which takes microseconds. So row warps don't execute it: a
-// thread whose stores have completed puts the flag's code into its own mailbox in shared memory (release at block scope) and goes
-// on. One warp of the block empties all mailboxes (acquire), executes one system-scope fence for everything it found, and stores the
+// thread whose stores have completed puts the flag's code into a mailbox of its own in shared memory (release at block scope) and goes
+// on. While a link is full of rows a fence takes about 5 µs, and a mailbox is free again after it: a thread that hands in more often has several. One warp of the block empties all mailboxes (acquire), executes one system-scope fence for everything it found, and stores the
 // flags. The chain bulk store → wait_group → release.cta → acquire.cta → fence.sys → flag orders the row before its flag for every
 // rank, and also everything that was ordered before the row warp's hand-over, such as metadata written before a block barrier.
 //
@@ -27,9 +27,10 @@ DEVICE void mailboxes_init(Mailboxes& m, u32 row_warps) {
     if (threadIdx.x == 0) m.live = row_warps;
 }
 
-// Hands in one flag; the caller's stores for it have completed. False if the announcer does not come, which only an abort explains.
-DEVICE bool hand_in(const Domain& d, Mailboxes& m, const Place& at, u32 code) {
-    u32* box = &m.code[threadIdx.x / 32][threadIdx.x % 32];
+// Hands in one flag, in mailbox `number` of the warp, which is this thread's; the caller's stores for it have completed. False if the announcer does not
+// come, which only an abort explains.
+DEVICE bool hand_in(const Domain& d, Mailboxes& m, const Place& at, u32 code, u32 number = threadIdx.x % 32) {
+    u32* box = &m.code[threadIdx.x / 32][number];
     const bool free = wait_until(d, at, EMPTY, [&](u64& seen) {
         const u32 v = arch::ld_acquire_cta_shared(box);
         seen = v;

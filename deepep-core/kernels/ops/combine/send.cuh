@@ -77,7 +77,7 @@ struct Returned {
     }
 };
 
-// What every sender warp begins with: no row goes to a peer that may still read the set. False after an abort.
+// Before a sender warp's first store: no row goes to a peer that may still read the set. Rows may be loaded before. False after an abort.
 DEVICE bool wait_started(const Block& b) {
     bool ok = true;
     u64 word;
@@ -122,18 +122,21 @@ struct Sender {
     bool loading;           // of the stage that this lane owns: a bulk load was started and not stored yet
     u32 phase;              // parity of that load
     u32 code, flag;         // flags of the row that is in the stage, and of the last row stored from it that was not handed in
+    u32 box;                // mailbox of that flag; this lane has each MAX_STAGES-th of the warp's
     Weights weights;
 
     DEVICE Sender(const Block& block)
         : b(block), stage(block.stages + (u64)block.warp * block.p.stages * block.p.stage_bytes),
           bars(block.control.bars[block.warp]), head(0), tail(0), count(block.p.stages), loading(false), phase(0),
-          code(EMPTY), flag(EMPTY), weights(block) {}
+          code(EMPTY), flag(EMPTY), box(block.lane), weights(block) {}
 
     DEVICE u8* at(u32 s) const { return stage + (u64)s * b.p.stage_bytes; }
 
     // By one lane: the row of the flag that it keeps is complete.
     DEVICE bool publish() {
-        const bool ok = flag == EMPTY || hand_in(b.d, b.control.mail, b.place(PHASE_ANNOUNCER, b.me, b.warp), flag);
+        if (flag == EMPTY) return true;
+        const bool ok = hand_in(b.d, b.control.mail, b.place(PHASE_ANNOUNCER, b.me, b.warp), flag, box);
+        box = (box + MAX_STAGES) % 32;
         flag = EMPTY;
         return ok;
     }
@@ -197,12 +200,15 @@ struct Sender {
     }
 
     DEVICE void run(u32 worker, u32 workers) {
-        // Made first: its loads are under way during the wait.
         Worklist list(b, worker, workers);
-        bool ok = wait_started(b);
-        for (Returned next; ok && next.take(list);) ok = send_token(next);
+        Returned next;
+        // In the plain layout a first token is a row that is loaded and not stored: it is under way during the wait.
+        bool ok = true;
+        if (!EXPANDED && next.take(list)) ok = send_token(next);
+        ok = ok && wait_started(b);
+        while (ok && next.take(list)) ok = send_token(next);
         while (ok && tail != head) ok = store_oldest() && settle(code);
-        weights.flush();
+        if (ok) weights.flush();
         if (loading) let_end(b.d, [&] { return arch::mbarrier_try_wait(bars + b.lane, phase); });
         arch::bulk_wait();
         if (ok) publish();

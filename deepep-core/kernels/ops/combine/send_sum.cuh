@@ -21,12 +21,13 @@ struct SumSender {
     u32 groups, made;          // bulk groups of a lane for a part of a token, and those of the current one so far
     u32 flag;                  // of the part before the current one
     bool some;                 // `ahead` is a token
+    bool open;                 // the peers' sets may be written
     Token ahead, coming, now;  // being looked up, being loaded, being summed
     Weights weights;
 
     DEVICE SumSender(const Block& block, u32 worker, u32 workers)
         : b(block), list(block, worker, workers), slots(block.stages + (u64)block.warp * block.p.stages * PIECE_BYTES), slot(0),
-          count(block.p.stages), groups(0), made(0), flag(EMPTY), some(true), weights(block) {
+          count(block.p.stages), groups(0), made(0), flag(EMPTY), some(true), open(false), weights(block) {
         const u32 pieces = (b.p.row_bytes + PIECE_BYTES - 1) / PIECE_BYTES, most = (pieces + b.p.parts - 1) / b.p.parts;
         groups = (most + count - 1) / count;
         look_up();
@@ -64,6 +65,9 @@ struct SumSender {
     DEVICE u32 biases(Sum (&)[VECTORS], u32, u32) const { return 0; }
     DEVICE u32 cell() const { return b.cell(b.p.by_lane ? highest(now.lanes) : rank_slot(b.me, now.peer), now.token); }
     DEVICE bool put(u32 from, u32 end, const Vec16 (&v)[VECTORS]) {
+        // The first rows have been loaded and summed meanwhile. Weights leave behind the first token.
+        if (!open && !wait_started(b)) return false;
+        open = true;
         if (b.lane == slot) arch::bulk_wait_read();
         warp::sync();
         Vec16* to = (Vec16*)(slots + slot * PIECE_BYTES) + b.lane;
@@ -90,7 +94,7 @@ struct SumSender {
 
     // After the last part: everything has left.
     DEVICE void finish(bool ok) {
-        weights.flush();
+        if (ok) weights.flush();
         arch::bulk_wait();
         if (ok) publish();
         warp::sync();
@@ -100,9 +104,8 @@ struct SumSender {
 
 DEVICE void send_sums(const Block& b, u32 worker, u32 workers) {
     Gather gather(b, b.warp * b.p.sender_pieces * PIECE_BYTES, b.p.sender_pieces);
-    // Made first: its loads are under way during the wait.
     SumSender sender(b, worker, workers);
-    const bool ok = wait_started(b) && gather.run(sender);
+    const bool ok = gather.run(sender);
     sender.finish(ok);
     if (!ok) gather.drain();
 }

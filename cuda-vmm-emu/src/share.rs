@@ -130,10 +130,10 @@ impl Core {
         require(!out.is_null() && flags == 0)?;
         let object = lock(&self.handles).object(handle)?;
         let (backing, types) = match &object {
-            Object::Physical(memory) => (&memory.backing, memory.backing.metadata.handle_types),
+            Object::Physical(memory) => (&memory.backing, memory.handle_types()),
             Object::Multicast(object) => (object.backing(), object.handle_types),
         };
-        // The type must be one alone, and one that was asked for at creation.
+        // The type must be one alone, and one that was asked for at creation, here.
         require(kind.0.is_power_of_two() && types & kind.0 != 0)?;
         match kind {
             CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR => {

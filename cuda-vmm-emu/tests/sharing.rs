@@ -49,7 +49,7 @@ fn two_emulators_share_memory_by_descriptor() {
     drop(fd);
     let mut got = prop(on_host(), NONE);
     call!(theirs, cuMemGetAllocationPropertiesFromHandle(&mut got, first)).unwrap();
-    assert_eq!(got, prop(on_device(1), FD), "found by the device's UUID");
+    assert_eq!(got, prop(on_device(1), NONE), "found by the device's UUID, and without a handle type");
     let ledger = importer.ledger();
     assert!(ledger.handles.iter().all(|h| h.imported && h.location == Some(Location::Device(1))));
     assert_eq!(ledger.device_bytes, [0, 0], "the exporter's device pays");
@@ -57,24 +57,54 @@ fn two_emulators_share_memory_by_descriptor() {
     let view = Mapped::of(&theirs, first, 0, GRAIN);
     importer.write(view.address + 5, b"theirs").unwrap();
     assert_eq!(exporter.read(mine.address + 5, 6).unwrap(), b"theirs");
-    // The exporter goes; the importer's memory stays, and can be passed on.
+    // A machine that lacks the device cannot take its memory.
+    let (_third, driver) = start(Config::new(1).device(0, |d| d.uuid([9; 16])));
+    let fd = export(&ours, mine.handle);
+    assert_eq!(import(&driver, fd.as_raw_fd()), Err(CUresult::CUDA_ERROR_INVALID_DEVICE));
+    drop(fd);
+    // The exporter goes; the importer's memory stays.
     mine.free(&ours);
     exporter.assert_empty();
     drop((exporter, ours));
     assert_eq!(importer.read(view.address + 5, 6).unwrap(), b"theirs");
-    let (third, driver) = start(Config::new(1).device(0, |d| d.uuid(zero)));
-    let handle = import(&driver, export(&theirs, second).as_raw_fd()).unwrap();
-    let onward = Mapped::of(&driver, handle, 0, GRAIN);
-    assert_eq!(third.read(onward.address + 5, 6).unwrap(), b"theirs");
-    onward.free(&driver);
-    third.assert_empty();
-    // A machine that lacks the device cannot take its memory.
-    let (_fourth, driver) = start(Config::new(1).device(0, |d| d.uuid([9; 16])));
-    let fd = export(&theirs, second);
-    assert_eq!(import(&driver, fd.as_raw_fd()), Err(CUresult::CUDA_ERROR_INVALID_DEVICE));
     view.free(&theirs);
     call!(theirs, cuMemRelease(second)).unwrap();
     importer.assert_empty();
+}
+
+#[test]
+fn imported_memory_is_exported_by_its_creator_alone() {
+    let (exporter, ours) = start(Config::new(1).fabric(Fabric::Working));
+    let (importer, theirs) = start(Config::new(1).fabric(Fabric::Working));
+    let mut both = FD;
+    both.0 |= FABRIC.0;
+    for place in [on_device(0), on_node(0)] {
+        let mine = create(&ours, place, GRAIN, both).unwrap();
+        let imported = import(&theirs, export(&ours, mine).as_raw_fd()).unwrap();
+        let mut got = prop(place, both);
+        call!(theirs, cuMemGetAllocationPropertiesFromHandle(&mut got, imported)).unwrap();
+        assert_eq!(got, prop(place, NONE));
+        let view = Mapped::of(&theirs, imported, 0, GRAIN);
+        // A reference by address is one to the same handle.
+        let mut retained = 0;
+        call!(theirs, cuMemRetainAllocationHandle(&mut retained, view.address as *mut _)).unwrap();
+        for handle in [imported, retained] {
+            let mut fd = -1;
+            let mut shared = CUmemFabricHandle::default();
+            let out = (&raw mut fd).cast();
+            assert_eq!(call!(theirs, cuMemExportToShareableHandle(out, handle, FD, 0)), INVALID_VALUE);
+            let out = (&raw mut shared).cast();
+            assert_eq!(call!(theirs, cuMemExportToShareableHandle(out, handle, FABRIC, 0)), INVALID_VALUE);
+            assert_eq!((fd, shared), (-1, CUmemFabricHandle::default()), "nothing is written");
+        }
+        call!(theirs, cuMemRelease(retained)).unwrap();
+        view.free(&theirs);
+        // Its creator still can.
+        drop(export(&ours, mine));
+        call!(ours, cuMemRelease(mine)).unwrap();
+    }
+    importer.assert_empty();
+    exporter.assert_empty();
 }
 
 #[test]

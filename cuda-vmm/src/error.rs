@@ -89,17 +89,17 @@ pub enum Error {
         /// Which object.
         what: &'static str,
     },
-    /// An object cannot be exported as asked: it was not created for that.
-    #[error(
-        "{what} was created for export as {available}, not as {wanted}: ask for it in handle_types of its properties"
-    )]
+    /// An object cannot be exported as asked: it was not created for that, or not by this process.
+    #[error("{}", not_exportable(what, *wanted, *available, *imported))]
     NotExportable {
         /// What was to be exported.
         what: &'static str,
         /// The handle type that was asked for.
         wanted: HandleTypes,
-        /// The handle types that the memory was created with.
+        /// The handle types that the memory was created with; none for imported memory.
         available: HandleTypes,
+        /// Whether it was imported.
+        imported: bool,
     },
     /// A mapping cannot be undone: others still hold it.
     #[error("{what} is still held by {holders} other owner(s): drop them first")]
@@ -279,6 +279,19 @@ impl From<DescriptorError> for Error {
     fn from(error: DescriptorError) -> Self {
         Self::Descriptor(error)
     }
+}
+
+/// What is wrong with an export, and what to do.
+fn not_exportable(what: &str, wanted: HandleTypes, available: HandleTypes, imported: bool) -> String {
+    if imported {
+        return format!(
+            "{what} that was imported can be exported as {available}, not as {wanted}: only the process that created it can export it, to \
+             everybody who needs it"
+        );
+    }
+    format!(
+        "{what} was created for export as {available}, not as {wanted}: ask for it in handle_types of its properties"
+    )
 }
 
 impl Error {

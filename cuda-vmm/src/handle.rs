@@ -15,12 +15,13 @@ pub(crate) struct Handle {
     cuda: Cuda,
     what: &'static str,
     raw: CUmemGenericAllocationHandle,
+    imported: bool,
 }
 
 impl Handle {
     /// Takes over a reference that the driver gave out. `what` names the kind of object in errors.
     pub(crate) fn own(cuda: &Cuda, what: &'static str, raw: CUmemGenericAllocationHandle) -> Self {
-        Self { cuda: cuda.clone(), what, raw }
+        Self { cuda: cuda.clone(), what, raw, imported: false }
     }
 
     pub(crate) fn cuda(&self) -> &Cuda {
@@ -70,7 +71,9 @@ impl Handle {
         unsafe { cuda.driver().cuMemImportFromShareableHandle(&mut raw, os_handle, kind) }.attempt(|| {
             format!("importing {what} of {size} bytes as {}", HandleTypes::from_bits_retain(kind.0))
         })?;
-        Ok(Self::own(cuda, what, raw))
+        let mut handle = Self::own(cuda, what, raw);
+        handle.imported = true;
+        Ok(handle)
     }
 
     /// `available` is what the object was created to be exported as.
@@ -98,7 +101,7 @@ impl Handle {
         if available.contains(wanted) {
             Ok(())
         } else {
-            Err(Error::NotExportable { what: self.what, wanted, available })
+            Err(Error::NotExportable { what: self.what, wanted, available, imported: self.imported })
         }
     }
 

@@ -154,7 +154,7 @@ impl PhysicalMemory {
     /// Calls `cuMemExportToShareableHandle`.
     ///
     /// # Errors
-    /// [`Error::NotExportable`] if it was not created for that, or [`Error::Call`].
+    /// [`Error::NotExportable`] if it was not created for that or was imported, or [`Error::Call`].
     #[doc(alias = "cuMemExportToShareableHandle")]
     pub fn export_fd(&self) -> Result<OwnedFd> {
         self.inner.handle.export_fd(self.inner.handle_types)
@@ -165,7 +165,7 @@ impl PhysicalMemory {
     /// Calls `cuMemExportToShareableHandle`.
     ///
     /// # Errors
-    /// [`Error::NotExportable`] if it was not created for that, or [`Error::Call`].
+    /// [`Error::NotExportable`] if it was not created for that or was imported, or [`Error::Call`].
     #[doc(alias = "cuMemExportToShareableHandle")]
     pub fn export_fabric(&self) -> Result<FabricHandle> {
         self.inner.handle.export_fabric(self.inner.handle_types)
@@ -205,10 +205,15 @@ impl PhysicalMemory {
         &self.inner.properties
     }
 
-    /// What the memory can be exported as.
+    /// What the memory can be exported as. Of imported memory drivers tell nothing (seen with 580): only its creator can export it.
     #[must_use]
     pub fn handle_types(&self) -> HandleTypes {
         self.inner.handle_types
+    }
+
+    /// Whether other processes may reach the memory: it was created for that, or imported.
+    pub(crate) fn may_be_shared(&self) -> bool {
+        self.inner.imported || !self.inner.handle_types.is_empty()
     }
 
     /// Whether it was imported from another process (or from this one).

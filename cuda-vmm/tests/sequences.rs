@@ -117,6 +117,11 @@ impl World {
             }
             Step::Import(index) => {
                 if let Some(Handle { object, bytes }) = self.handles.get(index) {
+                    if object.is_imported() {
+                        let error = object.export_fd().unwrap_err();
+                        prop_assert!(matches!(error, Error::NotExportable { imported: true, .. }), "{error}");
+                        return Ok(());
+                    }
                     let fd = object.export_fd().unwrap();
                     let import = PhysicalMemory::import_fd(cuda, fd, object.size()).unwrap();
                     prop_assert!(import.is_imported() && &import != object);

@@ -267,6 +267,10 @@ impl Communicator {
     /// Windows of different lengths are possible from NCCL 2.29 on; a rank's own length bounds what it can reach. Make one window of an
     /// allocation and divide it by offsets: each window takes address space for the whole allocation.
     ///
+    /// Host memory that other ranks created and this one imported can be part of it with `NCCL_SYM_REUSE_SYSMEM_HANDLES=1` alone, and then
+    /// the host memory of all ranks' windows must be the same: see [`reuses_host_memory`](Self::reuses_host_memory). Where NCCL shares memory
+    /// by FABRIC handles (several nodes of one NVLink domain) it exports it even then, and fails.
+    ///
     /// # Errors
     /// [`Error::Memory`] for memory that cannot be shared (before any rank waits), [`Error::Nothing`] where windows are not supported (with
     /// 2.28.3 also on a communicator of one rank),
@@ -284,6 +288,17 @@ impl Communicator {
     /// [`Error::Memory`] or [`Error::Unsupported`].
     pub fn check_memory(&self, memory: &dyn WindowMemory, flags: WindowFlags) -> Result<()> {
         Window::check(&self.inner, memory, flags)
+    }
+
+    /// Whether NCCL takes the host memory in this rank's window for that of every rank (`NCCL_SYM_REUSE_SYSMEM_HANDLES`, which 2.30.4 and newer
+    /// read once in a process): in place of a peer's it maps this rank's own.
+    ///
+    /// That is right where all ranks have mapped the same physical memory, and the only way where they imported it. Where each rank brings host
+    /// memory of its own, a peer's can then not be reached, and nothing says so: the memory looks the same to this crate, so who registers it
+    /// has to ask.
+    #[must_use]
+    pub fn reuses_host_memory(&self) -> bool {
+        environment::windows(self.inner.nccl.version()).reuses_host_memory
     }
 
     /// Begins to make a window of memory.

@@ -1,6 +1,7 @@
 //! Environment variables that decide what may be done.
 
 use crate::error::{Error, Result};
+use nccl_gin_sys::Version;
 
 /// Keeps this family of crates away from multicast.
 const OURS: &str = "CUDA_VMM_DISABLE_MULTICAST";
@@ -13,6 +14,10 @@ const BLOCKING: &str = "NCCL_COMM_BLOCKING";
 const ELASTIC: &str = "NCCL_ELASTIC_BUFFER_REGISTER";
 /// Bytes of addresses that each rank's windows get.
 const STRIDE: &str = "NCCL_WIN_STRIDE";
+/// Whether the host memory in a rank's window stands for that of every rank.
+pub(crate) const REUSE: &str = "NCCL_SYM_REUSE_SYSMEM_HANDLES";
+/// The first NCCL that knows [`REUSE`].
+pub(crate) const REUSE_SINCE: Version = Version::from_code(23004);
 
 type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 
@@ -66,19 +71,23 @@ pub(crate) struct WindowSettings {
     pub(crate) host_memory: bool,
     /// Bytes of addresses that each rank's windows get, if that is set.
     pub(crate) stride: Option<usize>,
+    /// Whether NCCL maps this rank's own host memory where it would map a peer's.
+    pub(crate) reuses_host_memory: bool,
 }
 
-/// What the environment lets windows be.
-pub(crate) fn windows() -> WindowSettings {
-    windows_with(&process)
+/// What the environment lets windows of a library of this version be.
+pub(crate) fn windows(version: Version) -> WindowSettings {
+    windows_with(&process, version)
 }
 
-fn windows_with(get: Lookup<'_>) -> WindowSettings {
+fn windows_with(get: Lookup<'_>, version: Version) -> WindowSettings {
+    let reuse = get(REUSE).and_then(|value| number(&value)).is_some_and(|value| value != 0);
     let stride = get(STRIDE).and_then(|value| number(&value)).and_then(|value| usize::try_from(value).ok());
     WindowSettings {
         host_memory: get(ELASTIC).and_then(|value| number(&value)) != Some(0),
         // Smaller values stand for the default.
         stride: stride.filter(|&bytes| bytes > 1),
+        reuses_host_memory: reuse && version >= REUSE_SINCE,
     }
 }
 
@@ -109,8 +118,8 @@ mod tests {
 
     #[test]
     fn windows_are_what_nccl_reads() {
-        let settings = |pairs| windows_with(&with(pairs));
-        let default = WindowSettings { host_memory: true, stride: None };
+        let settings = |pairs| windows_with(&with(pairs), REUSE_SINCE);
+        let default = WindowSettings { host_memory: true, stride: None, reuses_host_memory: false };
         assert_eq!(settings(&[]), default);
         assert_eq!(settings(&[(ELASTIC, "1"), (STRIDE, "-1")]), default);
         assert_eq!(settings(&[(ELASTIC, "yes"), (STRIDE, "much")]), default);
@@ -118,6 +127,12 @@ mod tests {
         assert!(!settings(&[(ELASTIC, "0")]).host_memory);
         assert_eq!(settings(&[(STRIDE, "0x300000000")]).stride, Some(12 << 30));
         assert_eq!(settings(&[(STRIDE, " 4294967296 ")]).stride, Some(4 << 30));
+        assert_eq!(settings(&[(REUSE, "0")]), default);
+        assert_eq!(settings(&[(REUSE, "on")]), default);
+        assert!(settings(&[(REUSE, "1")]).reuses_host_memory);
+        assert!(settings(&[(REUSE, "-1")]).reuses_host_memory, "anything but 0");
+        let before = windows_with(&with(&[(REUSE, "1")]), Version::from_code(23003));
+        assert_eq!(before, default, "2.30.3 does not read it");
     }
 
     #[test]

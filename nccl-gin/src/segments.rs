@@ -8,7 +8,7 @@ use cuda_vmm_sys::{
     CUdeviceptr, CUmemAllocationHandleType, CUmemAllocationProp_v1, CUmemGenericAllocationHandle,
     CUmemLocationType, CallError, Driver,
 };
-use nccl_gin_sys::{Generation, NCCL_WIN_REQUIRED_ALIGNMENT};
+use nccl_gin_sys::{Generation, NCCL_WIN_REQUIRED_ALIGNMENT, Nccl};
 use std::ffi::c_int;
 use std::os::fd::{FromRawFd, OwnedFd};
 
@@ -16,8 +16,8 @@ use std::os::fd::{FromRawFd, OwnedFd};
 const UNIT: usize = 1 << 32;
 
 /// Checks that NCCL can export `length` bytes at `address` to other processes. The device is current.
-pub(crate) fn check(device: &Device, generation: Generation, address: usize, length: usize) -> Result<()> {
-    check_with(device, generation, address, length, environment::windows())
+pub(crate) fn check(device: &Device, nccl: &Nccl, address: usize, length: usize) -> Result<()> {
+    check_with(device, nccl.generation(), address, length, environment::windows(nccl.version()))
 }
 
 fn check_with(
@@ -57,6 +57,7 @@ fn check_with(
                     .into(),
             ));
         }
+        segment.check_shared(next, settings).map_err(refuse)?;
         next = segment.end;
     }
     check_stride(device, length, settings).map_err(refuse)
@@ -87,10 +88,12 @@ fn check_stride(device: &Device, length: usize, settings: WindowSettings) -> std
 struct Segment {
     end: usize,
     on_host: bool,
+    /// Why NCCL cannot export it, if it cannot.
+    private: Option<CallError>,
 }
 
 impl Segment {
-    /// The allocation mapped at `address`, if NCCL can export it; otherwise the reason.
+    /// The allocation mapped at `address`; otherwise why it is none for NCCL.
     fn at(device: &Device, address: usize) -> Result<Self, String> {
         let driver = device.driver();
         let (mut base, mut size) = (0, 0);
@@ -114,17 +117,14 @@ impl Segment {
         let mut properties = CUmemAllocationProp_v1::default();
         // SAFETY: the output is valid for one write, and the handle is alive.
         let told = unsafe { driver.cuMemGetAllocationPropertiesFromHandle(&mut properties, handle) };
-        // Of imported memory the driver (580) tells no handle type, so there only an attempt shows it.
-        let shared = match told {
-            Ok(()) if properties.requestedHandleTypes.0 == 0 => export(driver, handle),
-            _ => Ok(()),
+        // Imported memory has no handle type either, and driver 580 refuses to export it. An attempt shows what this one does.
+        let private = match told {
+            Ok(()) if properties.requestedHandleTypes.0 == 0 => export(driver, handle).err(),
+            _ => None,
         };
         // SAFETY: the reference that was retained above is given back once.
         unsafe { driver.cuMemRelease(handle) }.ok();
         told.map_err(|error| format!("the driver does not tell how {address:#x} was allocated ({error})"))?;
-        shared.map_err(|error| {
-            format!("{address:#x} was allocated without a handle type, so it cannot be shared ({error})")
-        })?;
         let on_host = match properties.location.type_ {
             CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE => false,
             CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST_NUMA => true,
@@ -135,7 +135,25 @@ impl Segment {
                 ));
             }
         };
-        Ok(Self { end, on_host })
+        Ok(Self { end, on_host, private })
+    }
+
+    /// Whether NCCL can give the memory to the peers, or need not: with the setting each of them has the same host memory already.
+    fn check_shared(&self, address: usize, settings: WindowSettings) -> std::result::Result<(), String> {
+        let Some(error) = &self.private else { return Ok(()) };
+        let what = format!(
+            "{address:#x} was allocated without a handle type, or imported from another process, so this process cannot share it ({error})"
+        );
+        match (self.on_host, settings.reuses_host_memory) {
+            (true, true) => Ok(()),
+            (true, false) => Err(format!(
+                "{what}; if the host memory in every rank's window is the same physical memory, set {}=1 before each process's first call \
+                 of NCCL, which must be {} or newer: NCCL then exports none of it, and maps a rank's own in place of every other's",
+                environment::REUSE,
+                environment::REUSE_SINCE
+            )),
+            (false, _) => Err(format!("{what}; register it where it was created")),
+        }
     }
 }
 

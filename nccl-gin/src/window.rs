@@ -142,7 +142,7 @@ impl Window {
         check_flags(flags, inner.nccl.version())?;
         let address = memory.address().as_ptr() as usize;
         let _current = inner.device.enter()?;
-        segments::check(&inner.device, inner.nccl.generation(), address, memory.len())
+        segments::check(&inner.device, &inner.nccl, address, memory.len())
     }
 
     /// The handle, which kernels take: an address of the device.

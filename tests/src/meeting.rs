@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// One rank's place in a meeting of several processes.
+/// One rank's place in a meeting of several processes. One that goes because its test fails tells the others, which wait for it no longer.
 #[derive(Debug)]
 pub struct Meeting {
     folder: PathBuf,
@@ -45,11 +45,61 @@ impl Meeting {
         }
     }
 
+    fn failed(&self, rank: u32) -> PathBuf {
+        self.folder.join(format!("failed.{rank}"))
+    }
+
     fn wait_for(&self, file: &Path) {
         let end = Instant::now() + self.patience;
         while !file.exists() {
+            // Who has failed comes to no meeting any more.
+            if let Some(other) = (0..self.size).find(|&other| self.failed(other).exists()) {
+                panic!("rank {}: rank {other} has failed, and {} was not there", self.rank, file.display());
+            }
             assert!(Instant::now() < end, "rank {}: nobody left {} in time", self.rank, file.display());
             std::thread::sleep(Duration::from_millis(1));
         }
+    }
+}
+
+impl Drop for Meeting {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            fs::write(self.failed(self.rank), b"").ok();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::process::scratch;
+
+    #[test]
+    fn who_waits_for_one_that_failed_is_told() {
+        let (folder, _) = scratch("meeting");
+        let begin = Instant::now();
+        let ranks: Vec<_> = [0, 1].map(|rank| (rank, folder.path().to_path_buf())).into();
+        let threads: Vec<_> = ranks
+            .into_iter()
+            .map(|(rank, folder)| {
+                std::thread::spawn(move || {
+                    let meeting = Meeting::new(folder, rank, 2);
+                    meeting.meet("first");
+                    assert_ne!(rank, 1, "on purpose");
+                    meeting.meet("second");
+                })
+            })
+            .collect();
+        let failures =
+            threads.into_iter().map(|thread| *thread.join().unwrap_err().downcast::<String>().unwrap());
+        let failures: Vec<_> = failures.collect();
+        assert!(failures[0].contains("rank 0: rank 1 has failed"), "{failures:?}");
+        assert!(failures[1].contains("on purpose"), "{failures:?}");
+        assert!(begin.elapsed() < PATIENCE / 2, "{:?}", begin.elapsed());
+        // One that goes in peace says nothing.
+        let (folder, _) = scratch("meeting");
+        drop(Meeting::new(folder.path(), 1, 2));
+        assert!(folder.path().read_dir().unwrap().next().is_none());
     }
 }

@@ -188,6 +188,24 @@ both!(an_export_can_be_imported_here_and_twice, 1, |_, cuda| {
     }
 });
 
+both!(an_import_is_not_exported_again, 1, |_, cuda| {
+    for properties in [Properties::device(0), Properties::host_numa(node(cuda))] {
+        let memory =
+            PhysicalMemory::create(cuda, 2 * MIB, &properties.handle_types(HandleTypes::POSIX_FD)).unwrap();
+        let import = PhysicalMemory::import_fd(cuda, memory.export_fd().unwrap(), 2 * MIB).unwrap();
+        // What driver 580 says of host memory; what others say of memory of a device they may keep as well.
+        if import.handle_types().is_empty() {
+            let error = import.export_fd().unwrap_err();
+            assert!(matches!(error, Error::NotExportable { imported: true, .. }), "{error}");
+            assert!(error.to_string().contains("only the process that created it can export it"), "{error}");
+        } else {
+            eprintln!("imported memory on {}: {}", import.location(), import.handle_types());
+            import.export_fd().unwrap();
+        }
+        memory.export_fd().unwrap();
+    }
+});
+
 // The driver does not tell the size of what is imported: that it refuses to map more is what keeps a wrong size from doing harm.
 both!(an_import_is_not_mapped_larger_than_it_is, 1, |_, cuda| {
     let memory =

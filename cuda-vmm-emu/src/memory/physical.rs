@@ -127,6 +127,11 @@ impl Physical {
         self.backing.metadata.size
     }
 
+    /// What it can be exported as. Of imported memory drivers tell no handle type, and only its creator can export it.
+    pub(crate) fn handle_types(&self) -> u32 {
+        if self.imported { 0 } else { self.backing.metadata.handle_types }
+    }
+
     pub(crate) fn create(core: &Core, location: Location, mut metadata: Metadata) -> Outcome<Self> {
         let mut charge = None;
         if let Location::Device(ordinal) = location {
@@ -340,7 +345,7 @@ impl Core {
             location: memory.location.raw(),
             ..Default::default()
         };
-        out.requestedHandleTypes.0 = metadata.handle_types;
+        out.requestedHandleTypes.0 = memory.handle_types();
         out.allocFlags.compressionType = metadata.compression;
         out.allocFlags.gpuDirectRDMACapable = metadata.rdma;
         out.allocFlags.usage = metadata.usage;

@@ -129,7 +129,7 @@ impl Core {
 
 fn handle_types(range: &Range) -> c_ulonglong {
     match &range.kind {
-        Kind::Mapping { object: Object::Physical(memory), .. } => memory.backing.metadata.handle_types.into(),
+        Kind::Mapping { object: Object::Physical(memory), .. } => memory.handle_types().into(),
         Kind::Mapping { object: Object::Multicast(object), .. } => object.handle_types.into(),
         _ => 0,
     }

@@ -193,7 +193,7 @@ impl Object {
     fn check_memory(&self, memory: &PhysicalMemory) -> Result<&Device> {
         self.cuda().check_same(memory.cuda(), "physical memory")?;
         let device = self.member("memory", memory.location())?;
-        if self.is_shared() && memory.handle_types().is_empty() {
+        if self.is_shared() && !memory.may_be_shared() {
             let why =
                 "the object is visible to other processes, and the memory was not created for export".into();
             return Err(Error::Unsupported { what: "binding this memory", why });

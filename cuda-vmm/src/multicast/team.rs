@@ -349,7 +349,7 @@ impl<'a> Checked<'a> {
                 let (what, offset, length) = ("the memory of each device", 0, memory.size());
                 return Err(Error::OutOfBounds { what, offset, length, limit: size });
             }
-            if shared && memory.handle_types().is_empty() {
+            if shared && !memory.may_be_shared() {
                 let why = "it was not created for export, and the team has other processes".into();
                 return Err(Error::Unsupported { what: "binding this memory", why });
             }

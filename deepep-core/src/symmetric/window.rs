@@ -1,8 +1,8 @@
 //! The heap as a window of an NCCL communicator, for kernels that go through GIN or take NCCL's own handles.
 //!
 //! NVLink needs none of it: the heap's own addresses are all that its kernels use. Nothing in NCCL or in the environment is changed for a
-//! window. What a process's environment keeps out of windows (`NCCL_ELASTIC_BUFFER_REGISTER`, `NCCL_WIN_STRIDE`, which NCCL reads once for all
-//! communicators) is refused with what to set; what belongs to one window, strict ordering, is a flag of that window.
+//! window. What a process's environment keeps out of windows (`NCCL_ELASTIC_BUFFER_REGISTER`, `NCCL_WIN_STRIDE`,
+//! `NCCL_SYM_REUSE_SYSMEM_HANDLES`, which NCCL reads once for all communicators) is refused with what to set; what belongs to one window, strict ordering, is a flag of that window.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -12,7 +12,7 @@ use std::sync::Arc;
 use nccl_gin::sys::Version;
 use nccl_gin::{Communicator, Window, WindowFlags, WindowMemory};
 
-use super::Heap;
+use super::{Heap, Segments};
 use crate::bootstrap::Bootstrap;
 use crate::bootstrap::agree::agree;
 use crate::error::{Error, Result};
@@ -118,7 +118,9 @@ impl Registrar for Communicator {
 
     /// Makes a window of the heap, strictly ordered where NCCL has that. The communicator's ranks are the buffer's, in the same order.
     ///
-    /// Host memory in the heap needs NCCL 2.30. Waits for other ranks as long as the communicator's configuration says.
+    /// Host memory in the heap needs NCCL 2.30. That of a [hybrid](Segments::HybridElastic) heap is the same on all ranks and imported on all but
+    /// one, which the driver does not export again: it needs NCCL 2.30.4 and `NCCL_SYM_REUSE_SYSMEM_HANDLES=1`, with which NCCL maps what each
+    /// rank has already. [Elastic](Segments::Elastic) heaps, whose host memory is each rank's own, need that setting to be off. Waits for other ranks as long as the communicator's configuration says.
     fn register(&self, heap: &Arc<Heap>, bootstrap: &dyn Bootstrap) -> Result<HeapWindow> {
         let strict = self.nccl().version() >= STRICT_SINCE;
         let flags = if strict { WindowFlags::STRICT_ORDERING } else { WindowFlags::empty() };
@@ -143,6 +145,13 @@ fn prepare(
         let (rank, size) = here;
         let need = format!("the buffer has rank {} of {}", wanted.0, wanted.1);
         return Err(Error::invalid("communicator", format!("rank {rank} of {size}"), need));
+    }
+    if heap.segments() == Segments::Elastic && heap.ranks() > 1 && communicator.reuses_host_memory() {
+        return Err(Error::Nccl(nccl_gin::Error::Environment {
+            setting: "NCCL_SYM_REUSE_SYSMEM_HANDLES",
+            reason: "NCCL would map this rank's host memory in place of every other rank's, and in this heap each has its own",
+            advice: "unset it before each process's first call of NCCL, or make the heap a hybrid one",
+        }));
     }
     let range = Range::new(heap)?;
     communicator.check_memory(&range, flags)?;

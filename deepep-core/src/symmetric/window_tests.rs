@@ -10,6 +10,7 @@ use cuda_vmm_emu::Emulator;
 use nccl_gin::sys::{Nccl, ncclComm_t, ncclConfig_t, ncclResult_t, ncclTeam, ncclUniqueId, ncclWindow_t};
 use nccl_gin::{Config, Device, UniqueId};
 use std::ffi::{CStr, c_int};
+use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -121,11 +122,11 @@ fn library(strict: bool) -> Nccl {
     unsafe { Nccl::from_loader(resolve) }.unwrap()
 }
 
-/// Runs `work` on two ranks, with a heap each of 4 MiB of device memory and so much host memory. `strict` says for each whether its NCCL is a
-/// new one.
+/// Runs `work` on two ranks, with a heap each of 4 MiB of device memory and so much host memory, everybody's or one's own. `strict` says for
+/// each whether its NCCL is a new one.
 fn ranks(
     strict: [bool; 2],
-    host_bytes: usize,
+    (host_bytes, hybrid): (usize, bool),
     work: impl Fn(&Communicator, &Arc<Heap>, &dyn Bootstrap) + Sync,
 ) -> Emulator {
     let emulator = Emulator::new(cuda_vmm_emu::Config::new(2)).unwrap();
@@ -138,7 +139,7 @@ fn ranks(
                 let domain = Domain::discover(&bootstrap).unwrap();
                 let device = rank as i32;
                 let request =
-                    Request { device_bytes: 4 * MIB, host_bytes, hybrid: false, device, space: Space::Host };
+                    Request { device_bytes: 4 * MIB, host_bytes, hybrid, device, space: Space::Host };
                 let heap = Arc::new(allocate(&bootstrap, &domain, &cuda, &request).unwrap());
                 let device = Device::with_driver(cuda.driver(), device).unwrap();
                 let id = UniqueId::from_bytes([1; 128]);
@@ -161,7 +162,7 @@ fn empty(emulator: Emulator) {
 #[test]
 fn a_heap_is_one_strictly_ordered_window() {
     let _turn = turn();
-    let emulator = ranks([true; 2], 2 * MIB, |comm, heap, bootstrap| {
+    let emulator = ranks([true; 2], (2 * MIB, false), |comm, heap, bootstrap| {
         let window = Registrar::register(comm, heap, bootstrap).unwrap();
         assert!(window.is_strictly_ordered());
         assert_eq!(window.window().address() as u64, heap.base());
@@ -178,7 +179,7 @@ fn a_heap_is_one_strictly_ordered_window() {
 #[test]
 fn an_nccl_without_strict_ordering_makes_a_plain_window() {
     let _turn = turn();
-    let emulator = ranks([false; 2], 0, |comm, heap, bootstrap| {
+    let emulator = ranks([false; 2], (0, false), |comm, heap, bootstrap| {
         let window = Registrar::register(comm, heap, bootstrap).unwrap();
         assert!(!window.is_strictly_ordered());
         window.close().unwrap();
@@ -191,7 +192,7 @@ fn an_nccl_without_strict_ordering_makes_a_plain_window() {
 fn what_one_rank_cannot_register_fails_on_all() {
     let _turn = turn();
     notes(|notes| notes.fails = Some(1));
-    let emulator = ranks([true; 2], 0, |comm, heap, bootstrap| {
+    let emulator = ranks([true; 2], (0, false), |comm, heap, bootstrap| {
         let error = Registrar::register(comm, heap, bootstrap).unwrap_err();
         match comm.rank() {
             1 => assert!(matches!(&error, Error::Nccl(nccl_gin::Error::Nccl(_))), "{error}"),
@@ -208,7 +209,7 @@ fn what_one_rank_cannot_register_fails_on_all() {
 #[test]
 fn host_memory_that_the_version_cannot_take_is_refused_on_all_ranks() {
     let _turn = turn();
-    let emulator = ranks([false; 2], 2 * MIB, |comm, heap, bootstrap| {
+    let emulator = ranks([false; 2], (2 * MIB, false), |comm, heap, bootstrap| {
         let error = Registrar::register(comm, heap, bootstrap).unwrap_err();
         assert!(matches!(&error, Error::Nccl(nccl_gin::Error::Memory { .. })), "{error}");
         assert!(error.to_string().contains("2.30"), "{error}");
@@ -220,7 +221,7 @@ fn host_memory_that_the_version_cannot_take_is_refused_on_all_ranks() {
 #[test]
 fn nobody_waits_in_nccl_for_a_rank_that_cannot_come() {
     let _turn = turn();
-    let emulator = ranks([true, false], 2 * MIB, |comm, heap, bootstrap| {
+    let emulator = ranks([true, false], (2 * MIB, false), |comm, heap, bootstrap| {
         let error = Registrar::register(comm, heap, bootstrap).unwrap_err();
         match comm.rank() {
             1 => assert!(matches!(&error, Error::Nccl(nccl_gin::Error::Memory { .. })), "{error}"),
@@ -234,7 +235,7 @@ fn nobody_waits_in_nccl_for_a_rank_that_cannot_come() {
 #[test]
 fn a_communicator_of_other_ranks_is_refused() {
     let _turn = turn();
-    let emulator = ranks([true; 2], 0, |comm, heap, bootstrap| {
+    let emulator = ranks([true; 2], (0, false), |comm, heap, bootstrap| {
         struct Swapped<'a>(&'a dyn Bootstrap);
         impl Bootstrap for Swapped<'_> {
             fn rank(&self) -> usize {
@@ -254,5 +255,55 @@ fn a_communicator_of_other_ranks_is_refused() {
         assert!(matches!(&error, Error::Invalid { parameter: "communicator", .. }), "{error}");
     });
     notes(|notes| assert!(notes.registered.is_empty()));
+    empty(emulator);
+}
+
+#[test]
+fn a_heap_of_everybodys_host_memory_needs_a_setting() {
+    {
+        let _turn = turn();
+        let emulator = ranks([true; 2], (2 * MIB, true), |comm, heap, bootstrap| {
+            let error = Registrar::register(comm, heap, bootstrap).unwrap_err();
+            assert!(matches!(&error, Error::Nccl(nccl_gin::Error::Memory { .. })), "{error}");
+            assert!(error.to_string().contains("set NCCL_SYM_REUSE_SYSMEM_HANDLES=1"), "{error}");
+        });
+        notes(|notes| assert!(notes.registered.is_empty(), "no rank has begun"));
+        empty(emulator);
+    }
+    // NCCL reads the setting once in a process, and so no test sets it in this one.
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "symmetric::window::tests::with_the_setting", "--ignored"])
+        .env("NCCL_SYM_REUSE_SYSMEM_HANDLES", "1")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&child.stdout);
+    assert!(child.status.success() && text.contains("1 passed"), "{text}");
+}
+
+#[test]
+#[ignore = "run by another test, in a process of its own"]
+fn with_the_setting() {
+    let _turn = turn();
+    let emulator = ranks([true; 2], (2 * MIB, true), |comm, heap, bootstrap| {
+        let window = Registrar::register(comm, heap, bootstrap).unwrap();
+        assert_eq!(window.window().len(), 8 * MIB, "device memory and the host memory of both ranks");
+        window.close().unwrap();
+    });
+    notes(|notes| assert_eq!((notes.registered.len(), notes.deregistered), (2, 2)));
+    empty(emulator);
+    // Each rank's own host memory would be taken for the other's.
+    let emulator = ranks([true; 2], (2 * MIB, false), |comm, heap, bootstrap| {
+        let error = Registrar::register(comm, heap, bootstrap).unwrap_err();
+        assert!(matches!(&error, Error::Nccl(nccl_gin::Error::Environment { .. })), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("NCCL_SYM_REUSE_SYSMEM_HANDLES") && text.contains("unset it"), "{text}");
+    });
+    notes(|notes| assert_eq!(notes.registered.len(), 2, "no rank has begun"));
+    empty(emulator);
+    // Without host memory the setting changes nothing.
+    let emulator = ranks([true; 2], (0, true), |comm, heap, bootstrap| {
+        Registrar::register(comm, heap, bootstrap).unwrap().close().unwrap();
+    });
+    notes(|notes| assert_eq!((notes.registered.len(), notes.deregistered), (4, 4)));
     empty(emulator);
 }

@@ -68,13 +68,58 @@ fn memory_that_nccl_cannot_export_is_refused_before_any_rank_waits() {
 }
 
 #[test]
-fn imported_memory_becomes_a_window_where_the_driver_exports_it() {
+fn what_the_driver_exports_becomes_a_window_whatever_it_tells() {
     let fake = Fake::new(23203);
     let comm = fake.comm();
-    let memory = fake.memory(&[(MIB2, Kind::Device), (MIB2, Kind::Imported)]);
+    let memory = fake.memory(&[(MIB2, Kind::Device), (MIB2, Kind::Untold)]);
     comm.register(memory, WindowFlags::empty()).unwrap().close().unwrap();
     comm.close().unwrap();
     fake.finish();
+}
+
+/// Registers host memory that was imported, behind memory of the device, with a library of a version.
+fn refuse_imported_host_memory(version: u32) {
+    let fake = Fake::new(version);
+    let comm = fake.comm();
+    assert!(!comm.reuses_host_memory());
+    let memory = fake.memory(&[(MIB2, Kind::Device), (MIB2, Kind::Imported)]);
+    let error = comm.register(memory, WindowFlags::empty()).unwrap_err();
+    assert!(matches!(error, Error::Memory { .. }), "{error}");
+    contains(
+        &error,
+        &["imported from another process", "set NCCL_SYM_REUSE_SYSMEM_HANDLES=1", "2.30.4 or newer"],
+    );
+    world(|world| assert!(!world.log.contains(&"ncclCommWindowRegister")));
+    comm.close().unwrap();
+    fake.finish();
+}
+
+#[test]
+fn imported_host_memory_needs_a_setting() {
+    refuse_imported_host_memory(23203);
+    for value in ["1", "0x1"] {
+        let environment = [("NCCL_SYM_REUSE_SYSMEM_HANDLES", value.as_ref())];
+        child::passes("memory::with_every_ranks_host_memory", &environment);
+    }
+}
+
+#[test]
+#[ignore = "run by another test, in a process of its own"]
+fn with_every_ranks_host_memory() {
+    let fake = Fake::new(23004);
+    let comm = fake.comm();
+    assert!(comm.reuses_host_memory());
+    let pieces = [(MIB2, Kind::Device), (MIB2, Kind::Host), (MIB2, Kind::Imported)];
+    comm.register(fake.memory(&pieces), WindowFlags::empty()).unwrap().close().unwrap();
+    // Memory of a device is each rank's own, whatever the setting says.
+    let private = fake.memory(&[(MIB2, Kind::Private)]);
+    let error = comm.register(private, WindowFlags::empty()).unwrap_err();
+    assert!(matches!(error, Error::Memory { .. }), "{error}");
+    contains(&error, &["without a handle type", "register it where it was created"]);
+    comm.close().unwrap();
+    fake.finish();
+    // Libraries that do not read the setting would import, and fail inside the collective call.
+    refuse_imported_host_memory(23003);
 }
 
 #[test]

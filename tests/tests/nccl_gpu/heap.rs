@@ -1,7 +1,7 @@
 //! The symmetric heap of `deepep-core` as a window: kernels reach the same memory by the heap's addresses and by NCCL's.
 
 use crate::exchange::Plain;
-use crate::rank::{MIB, Rank, most, ranks};
+use crate::rank::{MIB, Rank, most, place, run};
 use cuda_vmm::Cuda;
 use deepep_core::bootstrap::Bootstrap;
 use deepep_core::domain::Domain;
@@ -46,7 +46,11 @@ impl Bootstrap for Files<'_> {
     }
 }
 
-fn heaps(test: &str, rank: &Rank) {
+/// Whether NCCL maps a rank's own host memory in place of every other's.
+const REUSE: &str = "NCCL_SYM_REUSE_SYSMEM_HANDLES";
+
+/// All kinds of heaps. `reuse` says what the setting is.
+fn heaps(test: &str, rank: &Rank, reuse: bool) {
     let nvrtc = match Nvrtc::find() {
         Ok(nvrtc) => nvrtc,
         Err(error) => return skipped(test, &error),
@@ -58,6 +62,8 @@ fn heaps(test: &str, rank: &Rank) {
     let domain = Domain::discover(&bootstrap).unwrap();
     let cuda = Cuda::get().unwrap();
     let comm = rank.comm("id");
+    let reuses = comm.reuses_host_memory();
+    assert_eq!(reuses, reuse && rank.nccl.version().code() >= 23004);
     let mut free = Vec::new();
     // Twice: the first time fills pools.
     for turn in 0..2 {
@@ -82,6 +88,18 @@ fn heaps(test: &str, rank: &Rank) {
                 assert!(error.contains("2.30 or newer"), "{error}");
                 continue;
             }
+            // Of everybody's host memory a rank has imported the others', which the driver does not export again.
+            if hybrid && size > 1 && !reuses {
+                let error = registered.unwrap_err();
+                assert!(matches!(error, Error::Nccl(nccl_gin::Error::Memory { .. })), "{error}");
+                assert!(error.to_string().contains(&format!("set {REUSE}=1")), "{error}");
+                continue;
+            }
+            if host_bytes > 0 && !hybrid && size > 1 && reuses {
+                let error = registered.unwrap_err();
+                assert!(matches!(error, Error::Nccl(nccl_gin::Error::Environment { .. })), "{error}");
+                continue;
+            }
             let window = registered.unwrap();
             assert_eq!(window.is_strictly_ordered(), rank.nccl.version().code() >= 22907);
             assert_eq!(window.window().address() as u64, heap.base());
@@ -103,11 +121,24 @@ fn heaps(test: &str, rank: &Rank) {
     comm.close().unwrap();
 }
 
+/// Runs in processes of its own for each value of the setting, which NCCL reads once.
+fn with(test: &str, reuse: bool) {
+    if let Some(rank) = Rank::here(test) {
+        return heaps(test, &rank, reuse);
+    }
+    let size = most(2).max(1);
+    if let Some(mut environment) = place(test, size) {
+        environment.push((REUSE, if reuse { "1" } else { "0" }));
+        run(test, size, &environment);
+    }
+}
+
 #[test]
 fn a_heap_is_a_window() {
-    const TEST: &str = "heap::a_heap_is_a_window";
-    match Rank::here(TEST) {
-        Some(rank) => heaps(TEST, &rank),
-        None => ranks(TEST, most(2).max(1)),
-    }
+    with("heap::a_heap_is_a_window", false);
+}
+
+#[test]
+fn a_heap_of_everybodys_host_memory_is_a_window() {
+    with("heap::a_heap_of_everybodys_host_memory_is_a_window", true);
 }

@@ -104,7 +104,7 @@ unsafe extern "C" fn address_range(base: *mut CUdeviceptr, size: *mut usize, at:
     // Some drivers give no base for host memory.
     // SAFETY: the caller passes valid pointers.
     unsafe {
-        *base = if kind == Kind::Host { 0 } else { start as CUdeviceptr };
+        *base = if matches!(kind, Kind::Host | Kind::Imported) { 0 } else { start as CUdeviceptr };
         *size = length;
     }
     CUresult::CUDA_SUCCESS
@@ -130,11 +130,11 @@ unsafe extern "C" fn handle_properties(out: *mut CUmemAllocationProp_v1, handle:
     let kind = world(|world| world.ranges[handle as usize].2);
     let mut properties = CUmemAllocationProp_v1::default();
     properties.location.type_ = match kind {
-        Kind::Host => CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST_NUMA,
+        Kind::Host | Kind::Imported => CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST_NUMA,
         _ => CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
     };
     properties.requestedHandleTypes =
-        CUmemAllocationHandleType(u32::from(!matches!(kind, Kind::Private | Kind::Imported)));
+        CUmemAllocationHandleType(u32::from(matches!(kind, Kind::Device | Kind::Host)));
     // SAFETY: the caller passes a valid pointer.
     unsafe { *out = properties };
     CUresult::CUDA_SUCCESS
@@ -146,7 +146,7 @@ unsafe extern "C" fn export_handle(
     _: CUmemAllocationHandleType,
     _: c_ulonglong,
 ) -> CUresult {
-    if world(|world| world.ranges[handle as usize].2 == Kind::Private) {
+    if world(|world| matches!(world.ranges[handle as usize].2, Kind::Private | Kind::Imported)) {
         return CUresult::CUDA_ERROR_INVALID_VALUE;
     }
     let null = File::open("/dev/null").expect("every system has it");

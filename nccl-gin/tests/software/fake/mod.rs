@@ -24,7 +24,9 @@ pub enum Kind {
     Plain,
     /// From cuMemCreate, without a handle type.
     Private,
-    /// Imported: the driver tells no handle type, and exports it.
+    /// Without a handle type, and the driver exports it all the same.
+    Untold,
+    /// On a NUMA node, from another process: the driver tells no handle type, and does not export it.
     Imported,
 }
 

@@ -110,7 +110,7 @@ tests results 40 test/results gpu
 tests foreign 30 test/foreign_views gpu
 tests inputs 40 test/combine_input gpu
 tests ops 120 DEEPEP_TEST_ROUNDS=160 test/ops gpu
-tests faults 90 test/faults gpu
+tests faults 150 test/faults gpu
 group=rounds
 tests ten-thousand 250 DEEPEP_TEST_ROUNDS=10000 test/ops random_rounds::gpu
 

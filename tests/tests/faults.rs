@@ -180,6 +180,11 @@ fn start(test: &str, role: &str) -> (TcpListener, Vec<Peer>) {
     (listener, peers)
 }
 
+/// Says how long a part of a test took.
+fn took(side: &Side, part: &str, begin: Instant) {
+    eprintln!("{}: {part}: {:.1} s", side.test, begin.elapsed().as_secs_f64());
+}
+
 on_both_sides! {
     a_rank_killed_in_each_phase, |side| {
         let survive = |bootstrap: TcpBootstrap, moment: &str| {
@@ -195,11 +200,13 @@ on_both_sides! {
             if *on_cpus && side.is_gpu() {
                 continue;
             }
+            let begin = Instant::now();
             let (listener, peers) = start(side.test, moment);
             survive(TcpBootstrap::serve(listener, RANKS, LONG).unwrap(), moment);
             for (rank, peer) in (1..).zip(peers) {
                 if rank == VICTIM { peer.kill() } else { peer.finish() }
             }
+            took(side, moment, begin);
         }
     }
 }
@@ -240,7 +247,9 @@ on_both_sides! {
             return survive(TcpBootstrap::join(&Launch::from_env().unwrap(), LONG).unwrap(), &job);
         }
         let mut rng = generator(1, 0, 3);
-        for round in 0..9 {
+        // Each round starts processes, which on GPUs takes seconds: there one of each kind.
+        for round in 0..if side.is_gpu() { 3 } else { 9 } {
+            let begin = Instant::now();
             let how = ["plain", "expanded", "pulled"][round % 3];
             choose(&mut job, how);
             let (listener, mut peers) = start(side.test, how);
@@ -257,6 +266,7 @@ on_both_sides! {
                 killer.join().unwrap();
             });
             peers.into_iter().for_each(Peer::finish);
+            took(side, &format!("round {round}, {how}"), begin);
         }
     }
 }

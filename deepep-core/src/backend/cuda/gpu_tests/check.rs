@@ -1,9 +1,10 @@
 //! Comparison of what lies in a rank's slots with the oracle.
 
-use super::input::{Case, Input};
+use super::input::{Case, Input, as_bytes};
 use super::machine::{Group, Outcome};
 use super::oracle::Received;
-use crate::layout::{DispatchShape, HandleLayout, IndexWidth, OutputLayout, Placement};
+use super::{Buffer, parallel};
+use crate::layout::{DispatchShape, HandleLayout, HeapLayout, IndexWidth, OutputLayout, Placement};
 
 /// Bytes that nothing writes.
 pub(super) const POISON: u8 = 0xa5;
@@ -22,13 +23,21 @@ impl Slots {
         output: usize,
         handle: usize,
     ) -> Outcome<Self> {
-        let heap = &group.ranks[rank].heap;
+        Self::of(&group.ranks[rank].heap, &group.layout, shape, output, handle)
+    }
+
+    /// Those in a heap.
+    pub(super) fn of(
+        heap: &Buffer,
+        layout: &HeapLayout,
+        shape: &DispatchShape,
+        output: usize,
+        handle: usize,
+    ) -> Outcome<Self> {
+        let tables = HandleLayout::new(shape, layout.workspace.packets.is_some());
         Ok(Self {
-            output: heap.read(group.layout.outputs.at(output), OutputLayout::new(shape).bytes)?,
-            handle: heap.read(
-                group.layout.handles.at(handle),
-                HandleLayout::new(shape, group.layout.workspace.packets.is_some()).bytes,
-            )?,
+            output: heap.read(layout.outputs.at(output), OutputLayout::new(shape).bytes)?,
+            handle: heap.read(layout.handles.at(handle), tables.bytes)?,
         })
     }
 }
@@ -37,11 +46,15 @@ pub(super) fn i32_at(bytes: &[u8], offset: usize, index: usize) -> i32 {
     i32::from_le_bytes(bytes[offset + index * 4..][..4].try_into().unwrap_or_default())
 }
 
-fn same<T: PartialEq + std::fmt::Debug>(what: &str, at: usize, got: T, want: T) -> Outcome {
-    if got == want { Ok(()) } else { Err(format!("{what}[{at}] is {got:?}, expected {want:?}").into()) }
+fn same<T: PartialEq + std::fmt::Debug>(what: &str, at: usize, got: T, want: T) -> Result<(), String> {
+    if got == want { Ok(()) } else { Err(format!("{what}[{at}] is {got:?}, expected {want:?}")) }
 }
 
-fn same_bytes(what: &str, at: usize, got: &[u8], want: &[u8]) -> Outcome {
+fn same_bytes(what: &str, at: usize, got: &[u8], want: &[u8]) -> Result<(), String> {
+    // One instruction for many bytes; which of them differs is looked for afterwards.
+    if got == want {
+        return Ok(());
+    }
     match got.iter().zip(want).position(|(a, b)| a != b) {
         None => Ok(()),
         Some(i) => {
@@ -51,8 +64,7 @@ fn same_bytes(what: &str, at: usize, got: &[u8], want: &[u8]) -> Outcome {
                 got[i],
                 want[i],
                 got.len()
-            )
-            .into())
+            ))
         }
     }
 }
@@ -120,7 +132,7 @@ pub(super) fn dispatched(
     let (pack_stride, row_stride) = shape.scale_strides();
     let poison = vec![POISON; case.row_bytes];
     let zero = vec![0; case.row_bytes];
-    for r in 0..shape.row_capacity {
+    parallel::check(shape.row_capacity, case.row_bytes, |r| {
         let from = match () {
             () if expanded => mine.rows.get(r).copied().flatten(),
             () => (r < rows).then_some((r, 0)),
@@ -135,12 +147,10 @@ pub(super) fn dispatched(
                 let input = &inputs[s];
                 same_bytes("row", r, got, &input.x[t * case.row_bytes..][..case.row_bytes])?;
                 for p in 0..case.scale_packs {
-                    same(
-                        &format!("scale pack {p} of row"),
-                        r,
-                        pack(p),
-                        input.scales[t * case.scale_packs + p],
-                    )?;
+                    let want = input.scales[t * case.scale_packs + p];
+                    if pack(p) != want {
+                        same(&format!("scale pack {p} of row"), r, pack(p), want)?;
+                    }
                 }
                 if expanded && case.weights {
                     same("row_weight", r, weight(r), input.weights[t * topk + k].to_bits())?;
@@ -148,7 +158,7 @@ pub(super) fn dispatched(
             }
             None => {
                 same_bytes("row without token", r, got, if filler == 0 { &zero } else { &poison })?;
-                for p in 0..case.scale_packs {
+                for p in (0..case.scale_packs).filter(|&p| pack(p) != filler) {
                     same(&format!("scale pack {p} of row without token"), r, pack(p), filler)?;
                 }
                 if expanded && case.weights {
@@ -156,7 +166,8 @@ pub(super) fn dispatched(
                 }
             }
         }
-    }
+        Ok(())
+    })?;
     if cached { Ok(()) } else { sent(case, d, handle, &h, want, &inputs[d]) }
 }
 
@@ -228,11 +239,10 @@ pub(super) fn combined(
     weights: Option<&[u8]>,
     input: &Input,
 ) -> Outcome {
-    let want: Vec<u8> = want.iter().flat_map(|v| v.to_le_bytes()).collect();
-    let row = case.hidden * 2;
-    for t in 0..input.tokens {
-        same_bytes("combined row", t, &got[t * row..][..row], &want[t * row..][..row])?;
-    }
+    let (want, row) = (as_bytes(want), case.hidden * 2);
+    parallel::check(input.tokens, row, |t| {
+        same_bytes("combined row", t, &got[t * row..][..row], &want[t * row..][..row])
+    })?;
     let Some(weights) = weights else { return Ok(()) };
     for (i, (&expert, &weight)) in input.experts.iter().zip(&input.weights).enumerate() {
         let want = if expert >= 0 { weight.to_bits() } else { 0 };

@@ -1,6 +1,7 @@
 //! What the tests send: a case, and data that depend on its seed, so that nothing of an earlier round can pass for this one's.
 
 use super::super::{CombineChoices, CombineRoles, DispatchRoles};
+use super::parallel;
 use crate::jit::{Alter, PULL_PARTS};
 use crate::layout::{CombineShape, DispatchShape, IndexWidth, PacketLayout, Placement, ScaleOrder};
 
@@ -169,6 +170,8 @@ impl Case {
     }
 }
 
+const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+
 /// A counter-based generator.
 #[derive(Clone, Copy)]
 pub(super) struct Random(u64);
@@ -179,7 +182,7 @@ impl Random {
     }
 
     pub(super) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        self.0 = self.0.wrapping_add(STEP);
         mix(self.0)
     }
 
@@ -187,22 +190,36 @@ impl Random {
         (self.next() % n as u64) as usize
     }
 
-    pub(super) fn bytes(mut self, count: usize) -> Vec<u8> {
+    /// After so many more numbers.
+    fn skip(self, count: usize) -> Self {
+        Self(self.0.wrapping_add((count as u64).wrapping_mul(STEP)))
+    }
+
+    pub(super) fn bytes(self, count: usize) -> Vec<u8> {
         let mut all = vec![0; count];
-        for part in all.chunks_mut(8) {
-            part.copy_from_slice(&self.next().to_le_bytes()[..part.len()]);
-        }
+        parallel::fill(&mut all, 8, |first, part| {
+            let mut random = self.skip(first / 8);
+            for word in part.chunks_mut(8) {
+                word.copy_from_slice(&random.next().to_le_bytes()[..word.len()]);
+            }
+        });
         all
     }
 
     /// BF16 numbers between −2 and 2, or any bits at all.
-    pub(super) fn bf16(mut self, count: usize, wild: bool) -> Vec<u16> {
-        (0..count)
-            .map(|_| {
-                let bits = self.next() as u16;
-                if wild { bits } else { (bits & 0x80ff) | ((0x3b + (bits >> 8 & 3)) << 8) }
-            })
-            .collect()
+    pub(super) fn bf16(self, count: usize, wild: bool) -> Vec<u16> {
+        let mut all = vec![0; count];
+        parallel::fill(&mut all, 4, |first, part| {
+            let mut random = self.skip(first / 4);
+            for four in part.chunks_mut(4) {
+                let word = random.next();
+                for (i, value) in four.iter_mut().enumerate() {
+                    let bits = (word >> (16 * i)) as u16;
+                    *value = if wild { bits } else { (bits & 0x80ff) | ((0x3b + (bits >> 8 & 3)) << 8) };
+                }
+            }
+        });
+        all
     }
 
     pub(super) fn f32(mut self, count: usize) -> Vec<f32> {
@@ -298,4 +315,11 @@ fn experts(case: &Case, mut random: Random, tokens: usize) -> Vec<i64> {
 
 pub(super) fn bytes_of<T: Copy, const N: usize>(values: &[T], to: impl Fn(T) -> [u8; N]) -> Vec<u8> {
     values.iter().flat_map(|&v| to(v)).collect()
+}
+
+/// 16-bit values as they lie in memory, there as here.
+pub(super) fn as_bytes(values: &[u16]) -> &[u8] {
+    const { assert!(cfg!(target_endian = "little"), "devices are little-endian") };
+    // SAFETY: the range is that of `values`; bytes need no alignment and take every value.
+    unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }

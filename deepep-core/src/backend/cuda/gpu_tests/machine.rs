@@ -101,7 +101,7 @@ impl Buffer {
     }
 
     pub(super) fn read(&self, offset: usize, length: usize) -> Outcome<Vec<u8>> {
-        let mut bytes = vec![0; length];
+        let mut bytes = super::parallel::bytes(length);
         if length > 0 {
             self.memory.context().download(&self.memory, offset, &mut bytes)?;
         }

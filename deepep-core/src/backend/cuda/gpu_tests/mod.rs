@@ -16,6 +16,7 @@ mod input;
 mod machine;
 mod on_cpu;
 mod oracle;
+mod parallel;
 mod times;
 
 use std::io::Write as _;
@@ -151,6 +152,13 @@ impl Round {
         Self::new(case, (0..case.ranks).map(|r| Input::new(case, r, seed)).collect(), seed)
     }
 
+    /// The same without anything for a combine.
+    fn of_dispatch(case: &Case, seed: u64) -> Self {
+        let inputs: Vec<_> = (0..case.ranks).map(|r| Input::new(case, r, seed)).collect();
+        let received = oracle::dispatch(case, &inputs);
+        Self { inputs, received, rows: vec![vec![]; case.ranks], biases: vec![vec![]; case.ranks] }
+    }
+
     fn new(case: &Case, inputs: Vec<Input>, seed: u64) -> Self {
         let received = oracle::dispatch(case, &inputs);
         let row_count = |r: &Received| match case.placement {
@@ -203,20 +211,20 @@ impl Bench {
     }
 
     fn upload(&self, set: usize, round: &Round) -> Outcome {
-        for (r, t) in self.tensors[set].iter().enumerate() {
-            let input = &round.inputs[r];
+        let (case, tensors) = (&self.case, &self.tensors[set]);
+        parallel::each(tensors.len(), |r| {
+            let (t, input) = (&tensors[r], &round.inputs[r]);
             t.x.write(&input.x)?;
-            t.scales.write(&input.scale_bytes(&self.case))?;
-            t.experts.write(&input.expert_bytes(self.case.index))?;
+            t.scales.write(&input.scale_bytes(case))?;
+            t.experts.write(&input.expert_bytes(case.index))?;
             t.weights.write(&input::bytes_of(&input.weights, f32::to_le_bytes))?;
-            t.rows.write(&input::bytes_of(&round.rows[r], u16::to_le_bytes))?;
+            t.rows.write(input::as_bytes(&round.rows[r]))?;
             for (buffer, values) in t.biases.iter().zip(&round.biases[r]) {
-                buffer.write(&input::bytes_of(values, u16::to_le_bytes))?;
+                buffer.write(input::as_bytes(values))?;
             }
-            t.out.fill(0, input.tokens * self.case.hidden * 2, POISON)?;
-            t.out_weights.fill(0, input.tokens * self.case.topk * 4, POISON)?;
-        }
-        Ok(())
+            t.out.fill(0, input.tokens * case.hidden * 2, POISON)?;
+            t.out_weights.fill(0, input.tokens * case.topk * 4, POISON)
+        })
     }
 
     /// Nothing of an earlier round is left in the slots and the receive area.
@@ -316,28 +324,29 @@ impl Bench {
         handle: usize,
         cached: bool,
     ) -> Outcome {
-        for r in 0..self.case.ranks {
-            let slots = Slots::read(&self.group, r, self.dispatch[r].shape(), output, handle)?;
-            check::dispatched(&self.case, r, &slots, &round.received, inputs, cached).map_err(|e| {
-                format!("{} dispatch, rank {r}: {e}", if cached { "cached" } else { "fresh" })
-            })?;
-        }
-        Ok(())
+        let (case, layout) = (&self.case, &self.group.layout);
+        let heaps: Vec<_> = self.group.ranks.iter().map(|rank| &rank.heap).collect();
+        let shapes: Vec<_> = self.dispatch.iter().map(DispatchPlan::shape).collect();
+        parallel::each(case.ranks, |r| {
+            let slots = Slots::of(heaps[r], layout, shapes[r], output, handle)?;
+            check::dispatched(case, r, &slots, &round.received, inputs, cached).map_err(|e| {
+                format!("{} dispatch, rank {r}: {e}", if cached { "cached" } else { "fresh" }).into()
+            })
+        })
     }
 
     fn check_combine(&self, set: usize, round: &Round) -> Outcome {
-        let case = &self.case;
+        let (case, tensors) = (&self.case, &self.tensors[set]);
         let back = case.weights_go_back();
-        for r in 0..case.ranks {
-            let t = &self.tensors[set][r];
+        parallel::each(case.ranks, |r| {
+            let t = &tensors[r];
             let got = t.out.read(0, case.tokens[r] * case.hidden * 2)?;
             let weights = t.out_weights.read(0, case.tokens[r] * case.topk * 4)?;
             let want =
                 oracle::combine(case, &round.received, &round.inputs[r], r, &round.rows, &round.biases[r]);
             check::combined(case, &got, &want, back.then_some(&weights[..]), &round.inputs[r])
-                .map_err(|e| format!("combine, rank {r}: {e}"))?;
-        }
-        Ok(())
+                .map_err(|e| format!("combine, rank {r}: {e}").into())
+        })
     }
 
     /// Enqueues one operation on every rank; `careful` waits for it.

@@ -1,6 +1,7 @@
 //! What dispatch and combine must give, straight from the definitions, without any of the kernels' ideas.
 
 use super::input::{Case, Input};
+use super::parallel;
 use crate::layout::Placement;
 
 /// What one rank receives.
@@ -75,18 +76,20 @@ fn round(v: f32) -> u16 {
     (bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16) as u16
 }
 
-fn sum(biases: &[u16], terms: &[u16]) -> u16 {
-    if biases.is_empty() {
-        match terms {
-            [] => return 0,
-            [one] => return *one,
-            _ => {}
+/// Sums of rows, value by value. Without biases nothing is 0, and one row is taken as it is.
+fn sum(biases: &[&[u16]], rows: &[&[u16]], wide: &mut [f32], out: &mut [u16]) {
+    match (biases, rows) {
+        ([], []) => return out.fill(0),
+        ([], [one]) => return out.copy_from_slice(one),
+        _ => {}
+    }
+    let value = |b: u16| f32::from_bits(u32::from(b) << 16);
+    for (i, row) in biases.iter().chain(rows).enumerate() {
+        for (sum, &b) in wide.iter_mut().zip(*row) {
+            *sum = if i == 0 { value(b) } else { *sum + value(b) };
         }
     }
-    let wide = |b: u16| f32::from_bits(u32::from(b) << 16);
-    let mut all = biases.iter().chain(terms).map(|&b| wide(b));
-    let first = all.next().unwrap_or(0.0);
-    round(all.fold(first, |a, b| a + b))
+    out.iter_mut().zip(wide).for_each(|(to, sum)| *to = round(*sum));
 }
 
 /// Result rows of one rank. `rows[r]` are the rows that rank r's experts made, `hidden` values each.
@@ -108,8 +111,7 @@ pub(super) fn combine(
             }
         }
     }
-    let mut out = Vec::with_capacity(input.tokens * hidden);
-    for t in 0..input.tokens {
+    let token = |t: usize, wide: &mut [f32], out: &mut [u16]| {
         let experts = &input.experts[t * topk..(t + 1) * topk];
         let owner = |k: usize| (experts[k] >= 0).then(|| experts[k] as usize / local);
         // (rank, rows) of each contribution, in the order in which they are added.
@@ -127,17 +129,21 @@ pub(super) fn combine(
                 _ => {}
             }
         }
-        for h in 0..hidden {
-            let terms: Vec<u16> = parts
-                .iter()
-                .map(|(r, list)| {
-                    let values: Vec<u16> = list.iter().map(|&row| rows[*r][row * hidden + h]).collect();
-                    sum(&[], &values)
-                })
-                .collect();
-            let bias: Vec<u16> = biases.iter().map(|b| b[t * hidden + h]).collect();
-            out.push(sum(&bias, &terms));
+        let mut terms = vec![0; parts.len() * hidden];
+        for ((r, list), term) in parts.iter().zip(terms.chunks_exact_mut(hidden)) {
+            let list: Vec<_> = list.iter().map(|row| &rows[*r][row * hidden..][..hidden]).collect();
+            sum(&[], &list, wide, term);
         }
-    }
-    out
+        let terms: Vec<_> = terms.chunks_exact(hidden).collect();
+        let biases: Vec<_> = biases.iter().map(|b| &b[t * hidden..][..hidden]).collect();
+        sum(&biases, &terms, wide, out);
+    };
+    let mut all = vec![0; input.tokens * hidden];
+    parallel::fill(&mut all, hidden, |first, part| {
+        let mut wide = vec![0.; hidden];
+        for (i, out) in part.chunks_exact_mut(hidden).enumerate() {
+            token(first / hidden + i, &mut wide, out);
+        }
+    });
+    all
 }

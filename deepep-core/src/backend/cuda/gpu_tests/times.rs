@@ -11,7 +11,7 @@
 use cuda_vmm::sys::{CUgraph, CUgraphExec, CUstreamCaptureMode};
 
 use super::input::Case;
-use super::machine::{Buffer, Outcome, Rank, wants_early};
+use super::machine::{Buffer, Machine, Outcome, Rank, wants_early};
 use super::{Bench, Round, all_roles, machine, numbers, tag_of};
 use crate::layout::Placement;
 
@@ -172,12 +172,32 @@ impl Bench {
 #[ignore = "prints times, for a machine of its own"]
 fn times() {
     let Some(machine) = machine() else { return };
-    let blocks = numbers("DEEPEP_TEST_BLOCKS", &[0, 64, 32, 16]);
     let quick = std::env::var("DEEPEP_TEST_ONLY").unwrap_or_default();
+    let what = "µs: single (chained, graph)";
+    each_case(&machine, what, &[0, 64, 32, 16], |case| times_of(&machine, case, &quick));
+}
+
+/// Prints `tell` of every case that the environment asks for.
+pub(super) fn each_case(
+    machine: &Machine,
+    what: &str,
+    blocks: &[usize],
+    tell: impl Fn(&Case) -> Outcome<String>,
+) {
+    let blocks = numbers("DEEPEP_TEST_BLOCKS", blocks);
     let placements = std::env::var("DEEPEP_TEST_PLACEMENT").unwrap_or_default();
     let wanted = |name: &str| placements.is_empty() || placements.split(',').any(|p| p == name);
     let packets = std::env::var("DEEPEP_TEST_PACKETS").map_or(true, |value| value != "0");
     let for_sizes = std::env::var("DEEPEP_TEST_FOR_SIZES").map_or(true, |value| value != "0");
+    let tell = |case: &Case, how: &str| {
+        let (tokens, blocks, placement) = (case.max_tokens, case.blocks, case.placement);
+        let rows = if case.scale_packs > 0 { "FP8" } else { "BF16" };
+        let head = format!("T {tokens:5}, blocks {blocks:3}, {placement:?}, {rows}{how}:");
+        let text = tell(case).unwrap_or_else(|e| panic!("{head} {e}"));
+        if !text.is_empty() {
+            eprintln!("{head}{text}");
+        }
+    };
     for ranks in numbers("DEEPEP_TEST_RANKS", &[machine.devices().clamp(2, 8)]) {
         if wants_early() && ranks > machine.devices() {
             eprintln!(
@@ -186,29 +206,20 @@ fn times() {
             );
             continue;
         }
-        eprintln!(
-            "{ranks} ranks on {} GPUs, H 7168, top-8 of 256; µs: single (chained, graph)",
-            machine.devices()
-        );
+        eprintln!("{ranks} ranks on {} GPUs, H 7168, top-8 of 256; {what}", machine.devices());
         for tokens in numbers("DEEPEP_TEST_TOKENS", &[4096, 128]) {
             for &blocks in &blocks {
                 for placement in
                     [Placement::Plain, Placement::Expanded].into_iter().filter(|p| wanted(&format!("{p:?}")))
                 {
-                    for (name, row_bytes, packs) in [("FP8", 7168, 56), ("BF16", 14336, 0)] {
-                        for (how, variant) in variants(ranks, tokens, placement, packs > 0) {
-                            let mut case = variant;
-                            (case.experts, case.topk, case.hidden) = (256 / ranks * ranks, 8, 7168);
-                            (case.row_bytes, case.scale_packs, case.blocks) = (row_bytes, packs, blocks);
-                            (case.packets, case.for_sizes) = (packets && case.pulled == 0, for_sizes);
-                            let head =
-                                format!("T {tokens:5}, blocks {blocks:3}, {placement:?}, {name}{how}:");
-                            let line =
-                                times_of(&machine, &case, &quick).unwrap_or_else(|e| panic!("{head} {e}"));
-                            if !line.is_empty() {
-                                eprintln!("{head}{line}");
-                            }
+                    for (how, mut case) in variants(ranks, tokens, placement) {
+                        (case.experts, case.topk, case.hidden) = (256 / ranks * ranks, 8, 7168);
+                        (case.packets, case.for_sizes) = (packets && case.pulled == 0, for_sizes);
+                        case.blocks = blocks;
+                        if case.pulled == 0 {
+                            tell(&Case { row_bytes: 7168, scale_packs: 56, ..case.clone() }, &how);
                         }
+                        tell(&Case { row_bytes: 14336, ..case }, &how);
                     }
                 }
             }
@@ -217,14 +228,14 @@ fn times() {
 }
 
 /// The ways to combine that the environment asks for, with what to call them. Only combines of BF16 rows differ.
-fn variants(ranks: usize, tokens: usize, placement: Placement, scales: bool) -> Vec<(String, Case)> {
+fn variants(ranks: usize, tokens: usize, placement: Placement) -> Vec<(String, Case)> {
     let plain = placement == Placement::Plain;
     let tickets = std::env::var("DEEPEP_TEST_TICKETS").map_or(true, |value| value != "0");
     let mut all = Vec::new();
     for (roles, dispatch_roles) in all_roles() {
         for pulled in numbers("DEEPEP_TEST_PULLED", &[0]) {
             for parts in numbers("DEEPEP_TEST_PARTS", &[0]) {
-                if (scales || !plain || ranks == 1) && pulled > 0 || plain && parts > 1 {
+                if (!plain || ranks == 1) && pulled > 0 || plain && parts > 1 {
                     continue;
                 }
                 let mut how = String::new();
@@ -254,7 +265,7 @@ fn variants(ranks: usize, tokens: usize, placement: Placement, scales: bool) -> 
 }
 
 /// `only`: names of operations, or nothing for all.
-fn times_of(machine: &super::Machine, case: &Case, only: &str) -> Outcome<String> {
+fn times_of(machine: &Machine, case: &Case, only: &str) -> Outcome<String> {
     let mut line = String::new();
     let wanted: Vec<_> = Operation::ALL
         .into_iter()
@@ -268,7 +279,8 @@ fn times_of(machine: &super::Machine, case: &Case, only: &str) -> Outcome<String
         return Ok(line);
     }
     let bench = Bench::new(machine, case)?;
-    let round = Round::drawn(case, 1);
+    let combines = wanted.iter().any(|(_, o)| matches!(o, Operation::Combine | Operation::Pair));
+    let round = if combines { Round::drawn(case, 1) } else { Round::of_dispatch(case, 1) };
     bench.upload(0, &round)?;
     bench.each(true, |r| bench.give_rows(r, 0))?;
     bench.each(true, |r| bench.launch_dispatch(r, 0, 0, 0, false))?;
@@ -278,6 +290,8 @@ fn times_of(machine: &super::Machine, case: &Case, only: &str) -> Outcome<String
     }
     if case.roles.is_none() {
         bench.check_dispatch(&round, &round.inputs, 0, 0, false)?;
+    }
+    if case.roles.is_none() && combines {
         bench.each(true, |r| bench.launch_combine(r, 0, 0, 0))?;
         bench.check_combine(0, &round)?;
     }

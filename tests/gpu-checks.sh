@@ -140,6 +140,9 @@ times small DEEPEP_TEST_TOKENS=1,32,128 DEEPEP_TEST_BLOCKS=0
 times large DEEPEP_TEST_TOKENS=4096,8192 DEEPEP_TEST_BLOCKS=0,16 DEEPEP_TEST_ONLY=dispatch,cached,combine
 times pulled DEEPEP_TEST_TOKENS=4096,8192 DEEPEP_TEST_BLOCKS=0,16 DEEPEP_TEST_ONLY=combine DEEPEP_TEST_PLACEMENT=Plain DEEPEP_TEST_PULLED=64
 times early DEEPEP_TEST_TOKENS=1,32,128 DEEPEP_TEST_BLOCKS=0 DEEPEP_TEST_ONLY=pair DEEPEP_TEST_PLACEMENT=Expanded DEEPEP_TEST_EARLY=1
+timeline() { check "$1" 60 "${@:2}" $core gpu_tests::timeline::timelines --ignored --nocapture --test-threads=1; }
+timeline timeline DEEPEP_TEST_TOKENS=1,32,128 DEEPEP_TEST_PLACEMENT=Expanded DEEPEP_TEST_ROWS=FP8
+timeline timeline-rows DEEPEP_TEST_TOKENS=4096
 check bench 240 bin/deepep bench --quick
 check vmm 60 bench/vmm --bench
 check overhead 60 bench/vmm_overhead --bench

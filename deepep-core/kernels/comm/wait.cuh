@@ -7,6 +7,7 @@
 #include "arch/fence.cuh"
 #include "arch/time.cuh"
 #include "comm/heap.cuh"
+#include "common/timeline.cuh"
 
 // What is being waited for, for the record.
 struct Place {

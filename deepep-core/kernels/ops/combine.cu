@@ -17,7 +17,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __
     extern __shared__ __align__(128) u8 shared[];
     Block b(p, shared);
     if (p.domain.early) arch::launch_dependents();
+    MARK(b.d, C_ENTRY);
     arch::wait_for_predecessor();
+    MARK(b.d, C_START);
 
     b.epoch = *epoch_counter(b.d, OPERATION_COMBINE, blockIdx.x) + 1;
     if (threadIdx.x == 0) {
@@ -31,6 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __
         arch::mbarrier_init_done();
     }
     __syncthreads();
+    MARK(b.d, C_EPOCH);
     if (!b.control.failed) {
         if (blockIdx.x == 0) {
             if constexpr (PULL) tell_sources(b);
@@ -51,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __
             bool known = true;
             if constexpr (PULL) known = learn_sources(b);
             announce(b.control.mail, p.row_warps, b.epoch, [&](u32 r) { return b.arrived(r); });
+            MARK(b.d, C_ANNOUNCED);
             if constexpr (PULL) {
                 if (known) let_go(b);
             } else if (blockIdx.x == 0) {
@@ -64,8 +68,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __
             const bool ok = gather.run(reduction);
             if (!ok) gather.drain();
             reduction.stop_reading(ok);
+            MARK(b.d, C_REDUCED);
         }
     }
     __syncthreads();
     store_epoch(b.d, OPERATION_COMBINE, b.epoch);
+    MARK(b.d, C_END);
 }

@@ -72,27 +72,33 @@ DEVICE void work(const Block& b, const TokenLanes& lanes, const Share& share, It
         write_tables(b, lanes, share, items, over, rows);
         // Before anything else is on its way to other ranks or to the host: the release would wait for it.
         count_warp(b, &b.control.tables);
+        MARK(b.d, D_TABLES);
         if (b.warp == CLOSER && !publish_tables(b, &b.control.tables, false)) return;
         if (!EXPANDED) publish_experts(b);
         if (over == RANKS) tell_tables(b, lanes, share, items, rows);
     }
     count_warp(b, &b.control.told);
+    MARK(b.d, D_TOLD);
     // Row warps announce nothing before, or (plain) the closer does not.
     if (b.warp == CLOSER && !publish_tables(b, &b.control.told, true)) return;
+    MARK_IF(b.warp == CLOSER, b.d, D_CLOSER);
 
     if (EXPANDED) {
         // By a warp that neither announces nor closes: rows don't wait for a fence behind which the host reads.
         if (blockIdx.x == 0 && b.warp == WATCHER && !b.cached()) tell_counts<TO_HOST>(b, over, b.lane, 32);
         if (b.warp == b.p.row_warps)
             announce(b.control.mail, b.p.row_warps, b.epoch, [&](u32 r) { return cell32(b.d, r, b.d.ready); });
+        MARK_IF(b.warp == b.p.row_warps, b.d, D_ANNOUNCED);
         if (b.p.zero_padding && (b.cached() || wait_tables(b)))
             zero_gaps(b.p, b.control.output[b.me], b.mine<i32>(b.p.expert_start), b.mine<i32>(b.p.expert_count), b.lane,
                       blockIdx.x * b.workers() + b.warp - b.p.row_warps, b.p.senders * b.workers());
     } else if (b.warp == CLOSER) {
         close_plain(b);
+        MARK(b.d, D_ANNOUNCED);
     } else {
         if (blockIdx.x == 0 && !b.cached()) report_plain(b, over);
         if (b.warp == WATCHER) watch_plain(b);
+        MARK_IF(b.warp == WATCHER, b.d, D_WATCHED);
     }
 }
 
@@ -104,10 +110,13 @@ DEVICE bool run_sender(const Block& b, Ring& ring, const TokenLanes& lanes, cons
     i32 row = -1, index = -1;  // of a first row
     if (!b.cached()) {
         if (!carries) count_tokens(b, lanes, share, items);
+        MARK_IF(!carries, b.d, D_COUNTED);
         __syncthreads();
         publish_counts(b);
+        MARK(b.d, D_PUBLISHED);
         if (!EXPANDED && !carries) count_later(b, lanes, share, items);
         failed = !exchange_counts(b);
+        MARK(b.d, D_EXCHANGED);
         if (!carries) {
             if (EXPANDED) load_kept_ids(b, lanes, share, 0, items);
             load_weights(b, lanes, share, 0, items);
@@ -125,6 +134,7 @@ DEVICE bool run_sender(const Block& b, Ring& ring, const TokenLanes& lanes, cons
         if (!carries) load_weights(b, lanes, share, 0, items);
         failed = __syncthreads_or(b.warp == CLOSER && !acquire_places(b));
     }
+    MARK(b.d, D_STARTS);
     if (!carries) {
         if (!failed) work(b, lanes, share, items, over);
         return false;
@@ -148,7 +158,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
     extern __shared__ __align__(128) u8 shared[];
     Block b(p, shared);
     if (p.domain.early) arch::launch_dependents();
+    MARK(b.d, D_ENTRY);
     arch::wait_for_predecessor();
+    MARK(b.d, D_START);
 
     // Ids and first rows come while the epoch does.
     const bool sends = blockIdx.x < p.senders, carries = b.carries();
@@ -183,6 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
             ring.drain(b);
         }
     } else {
+        MARK(b.d, D_EPOCH);
         // The other parity's tickets belong to the next call. (Combine's among them are zeroed once more than they need be: no combine runs.)
         if (blockIdx.x == 0 && threadIdx.x < TICKET_KINDS)
             *(u32*)((u8*)b.ticket(threadIdx.x) + (b.parity() ? -1 : 1) * (i32)(TICKET_KINDS * CELL_LINE)) = 0;
@@ -193,6 +206,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
         if (!sends) mover.prefetch();
         mover.run(!sends);
     }
+    MARK(b.d, D_ROLE_END);
     __syncthreads();
     store_epoch(b.d, OPERATION_DISPATCH, b.epoch);
+    MARK(b.d, D_END);
 }

@@ -10,7 +10,9 @@
 // All registers of a multiprocessor: what a block has on its way at once is what bounds a batch of many tokens.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_packet_combine(const __grid_constant__ PacketCombineParams q) {
     if (q.call.domain.early) arch::launch_dependents();
+    MARK(q.call.domain, PC_ENTRY);
     arch::wait_for_predecessor();
+    MARK(q.call.domain, PC_START);
     Back b(q);
     const bool sends = b.warp < SENDERS;
     const u32 role = sends ? b.warp : b.warp - SENDERS;
@@ -29,12 +31,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_packet_combine(c
             b.packets.open(first.epoch());
             // Every warp has read the epoch.
             ok = !__syncthreads_or(first.broken());
+            MARK(b.d, PC_EPOCH);
             store_epoch(packet_counter(b.d, PACKETS_COMBINE, 0), b.packets.epoch);
             if (!ok && threadIdx.x == 0) give_up(b.d, {OPERATION_COMBINE, 0, b.packets.epoch, b.me, 0}, false, 0, 0, 0);
             if (ok && b.clerk() && b.warp == WARPS - 1) b.begun().tell(b.lane);
         }
         if (!ok || !(sends ? returned.some : result.some)) break;
         ok = sends ? returned.send(permission) : result.finish();
+        MARK_IF(sends && item.first(), b.d, PC_SENT_FIRST);
+        MARK_IF(sends, b.d, PC_SENT_LAST);
+        MARK_IF(!sends && item.first(), b.d, PC_WRITTEN_FIRST);
+        MARK_IF(!sends, b.d, PC_WRITTEN_LAST);
     }
     if (SENDERS && ok && b.clerk() && b.warp == 0) b.begun().compare_all();
+    MARK(b.d, PC_END);
 }

@@ -15,7 +15,9 @@ constexpr u32 BESIDE = FIXED || RANKS <= 2 ? 2 : 1;
 extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_dispatch(const __grid_constant__ PacketDispatchParams q) {
     extern __shared__ __align__(128) u8 shared[];
     if (q.call.domain.early) arch::launch_dependents();
+    MARK(q.call.domain, PD_ENTRY);
     arch::wait_for_predecessor();
+    MARK(q.call.domain, PD_START);
     Block b(q, shared);
     const bool clerk = b.clerk();
     bool ok = true;
@@ -33,14 +35,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
             b.packets.open(first.epoch());
             // The same for the whole warp: a peer may write the word at any time.
             ok = !warp::any(first.broken());
+            MARK(b.d, PD_EPOCH);
             if (!ok && b.lane == 0) give_up(b.d, {OPERATION_DISPATCH, 0, b.packets.epoch, b.me, 0}, false, 0, 0, 0);
             const bool head = clerk && b.warp == WARPS - 1;
             if (ok && clerk && b.warp == WARPS - 2) b.begun().tell(b.lane);
             if (ok && (out.some || head)) ok = permission.wait(b.begun());
+            MARK_IF(out.some || head, b.d, PD_PERMITTED);
             if (ok && head) send_head(b);
         }
         if (!ok || !out.some) break;
         out.send();
+        MARK_IF(item < WARPS, b.d, PD_SENT_FIRST);
+        MARK(b.d, PD_SENT_LAST);
     }
     Incoming in(b);
 #pragma unroll 1
@@ -50,19 +56,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
             in.look();
         } else {
             if (ok) ok = read_lanes(b, in);
+            MARK(b.d, PD_IDS);
             in.look();
             ok = __syncthreads_and(ok);
+            MARK(b.d, PD_MET);
             if (ok) {
                 if (EXPANDED || clerk) count(b);
+                MARK(b.d, PD_COUNTED);
                 if (b.limited()) check_capacity(b);
                 if (clerk || (EXPANDED && b.p.zero_padding)) finish_starts(b);
                 if (clerk && !b.cached()) write_counts(b);
+                MARK(b.d, PD_MAPS);
             }
         }
         if (!ok || !in.some) break;
         ok = place(b, in);
+        MARK_IF(item < WARPS, b.d, PD_PLACED_FIRST);
+        MARK(b.d, PD_PLACED_LAST);
     }
     if (EXPANDED && ok && b.p.zero_padding && b.control.over == RANKS)
         zero_gaps(b.p, b.output(), b.start, b.counts, b.lane, blockIdx.x * WARPS + b.warp, gridDim.x * WARPS);
     store_epoch(packet_counter(b.d, PACKETS_DISPATCH, 0), b.packets.epoch);
+    MARK(b.d, PD_END);
 }

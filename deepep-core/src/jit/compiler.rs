@@ -154,9 +154,16 @@ impl Compiler {
         program: Program,
         arch: Arch,
         alter: super::Alter,
+        cache: &Cache,
     ) -> Result<Cubin, JitError> {
-        let headers = program.headers().into_iter().map(|(name, text)| (name, alter(name, text))).collect();
+        let headers: Vec<_> =
+            program.headers().into_iter().map(|(name, text)| (name, alter(name, text))).collect();
+        let key = self.key(program.entry(), program.source(), &headers, arch);
+        if let Some(image) = cache.get(&key) {
+            return Ok(Cubin::without_report(image, Origin::Cache));
+        }
         let output = self.compile_text(program.entry(), program.source(), headers, arch)?;
+        cache.put(&key, &output.image);
         let resources = Resources::parse(&output.log);
         let (image, assembly) = (output.image.into(), output.assembly);
         Ok(Cubin { image, assembly, resources, origin: Origin::Compiler })

@@ -120,6 +120,7 @@ const HEADERS: &[(&str, &str)] = embedded![
     "arch/f16.cuh",
     "arch/multimem.cuh",
     "common/warp.cuh",
+    "common/timeline.cuh",
     "common/element.cuh",
     "comm/heap.cuh",
     "comm/wait.cuh",

@@ -72,7 +72,8 @@ impl Supply {
         }
         #[cfg(test)]
         if let Some(alter) = self.alter {
-            return Compiler::find(self.nvrtc.as_deref())?.compile_altered(program, arch, alter);
+            let compiler = self.compiler.get_or_try_init(|| Compiler::find(self.nvrtc.as_deref()))?;
+            return compiler.compile_altered(program, arch, alter, &self.cache);
         }
         if let Some(kernel) = Embedded::find(program, arch) {
             return Ok(kernel.cubin());

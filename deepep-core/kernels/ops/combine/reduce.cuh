@@ -27,6 +27,8 @@ struct Reduction {
     float weight;      // of the current token, loaded before its rows are summed and stored afterwards
     bool weighed;      // that has been done
     bool reading;      // the end of it is still to be told
+    MARK_STATE(none_arrived);
+    MARK_STATE(none_summed);
 
     DEVICE Reduction(const Block& block, u32 worker, u32 workers)
         : b(block), step(workers), visit(worker), ahead(0), part(0), expert(-1), own(-1), weight(0.f), weighed(false), reading(READS) {
@@ -114,6 +116,12 @@ struct Reduction {
         }
         ok = warp::all(ok);
         warp::sync();
+#ifdef DEEPEP_TIMELINE
+        if (ok && warp::any(coming.remote)) {
+            MARK_FIRST(none_arrived, b.d, C_ARRIVED_FIRST);
+            MARK(b.d, C_ARRIVED_LAST);
+        }
+#endif
         // The copy engine reads these rows, and not ahead of the flags.
         if (ok) arch::fence_proxy_global();
         return ok;
@@ -173,6 +181,8 @@ struct Reduction {
         return true;
     }
     DEVICE bool end() {
+        MARK_FIRST(none_summed, b.d, C_SUMMED_FIRST);
+        MARK(b.d, C_SUMMED_LAST);
         if (!weights()) return true;
         weigh(true);
         const u64 at = (u64)now.t * b.p.lanes + b.lane;

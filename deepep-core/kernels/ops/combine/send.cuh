@@ -83,6 +83,7 @@ DEVICE bool wait_started(const Block& b) {
     u64 word;
     if (b.lane < RANKS && b.lane != b.me) ok = b.begun().wait(b.lane, b.epoch - b.p.sets + 1, word);
     ok = warp::all(ok);
+    MARK(b.d, C_PERMITTED);
     warp::sync();
     arch::fence_proxy_global();
     return ok;
@@ -156,6 +157,8 @@ struct Sender {
                 arch::bulk_commit();
             }
         }
+        MARK_IF(tail == 1, b.d, C_SENT_FIRST);
+        MARK(b.d, C_SENT_LAST);
         return warp::all(ok);
     }
     // After store_oldest: the row that was stored from the same stage before has completed, too; announces it. `next`: the row that was stored.
@@ -214,5 +217,6 @@ struct Sender {
         if (ok) publish();
         warp::sync();
         if (b.lane == 0) hand_in_done(b.control.mail);
+        MARK(b.d, C_SEND_END);
     }
 };

@@ -24,6 +24,7 @@ struct SumSender {
     bool open;                 // the peers' sets may be written
     Token ahead, coming, now;  // being looked up, being loaded, being summed
     Weights weights;
+    MARK_STATE(unmarked);
 
     DEVICE SumSender(const Block& block, u32 worker, u32 workers)
         : b(block), list(block, worker, workers), slots(block.stages + (u64)block.warp * block.p.stages * PIECE_BYTES), slot(0),
@@ -86,6 +87,8 @@ struct SumSender {
     }
     DEVICE bool end() {
         for (; made < groups; made++) arch::bulk_commit();
+        MARK_FIRST(unmarked, b.d, C_SENT_FIRST);
+        MARK(b.d, C_SENT_LAST);
         arch::bulk_wait_but(groups);
         if (!publish()) return false;
         flag = now.peer << CODE_RANK_SHIFT | b.flag(cell(), now.part);
@@ -99,6 +102,7 @@ struct SumSender {
         if (ok) publish();
         warp::sync();
         if (b.lane == 0) hand_in_done(b.control.mail);
+        MARK(b.d, C_SEND_END);
     }
 };
 

@@ -14,6 +14,8 @@ struct Mover {
     u32 own_ticket, in_ticket;  // lane 0: drawn ahead
     bool more_own, more_in;
     u32 received, base, visits;  // lane s: tokens from rank s, and first token index
+    MARK_STATE(none_stored);
+    MARK_STATE(none_in);
 
     DEVICE Mover(const Block& block, Ring& r)
         : b(block), ring(r), token(-1), first_row(-1), own_ticket(0), in_ticket(0), more_own(true), more_in(EXPANDED),
@@ -121,6 +123,8 @@ struct Mover {
     }
     // Takes the row that came in as token index i. Writes its weights; starts to load it if it has more than one place.
     DEVICE void take_in(i32 index) {
+        MARK_FIRST(none_in, b.d, D_IN_FIRST);
+        MARK(b.d, D_IN_LAST);
         const u64 at = (u64)index * b.p.lanes + b.lane;
         i32 row = -1;
         if (b.lane < b.p.lanes) row = arch::ld_received(b.mine<i32>(b.p.lane_row) + at);
@@ -164,6 +168,8 @@ struct Mover {
                 if (rows[i] >= 0) store_stage(b, ring.at(s), b.control.output[b.me], rows[i], b.p.keep_own != 0);
             arch::bulk_commit();
         }
+        MARK_FIRST(none_stored, b.d, D_MOVED_FIRST);
+        MARK(b.d, D_MOVED_LAST);
         ring.tail++;
         return true;
     }
@@ -172,6 +178,7 @@ struct Mover {
     // from an earlier one.
     DEVICE void run(bool prefetched) {
         bool ok = b.cached() || wait_tables(b);
+        MARK(b.d, D_MOVE_START);
         if (ok) {
             if (prefetched)
                 look_up(b.lane / STAGE_LANES < ring.head);
@@ -219,6 +226,7 @@ struct Mover {
                     const i32 t = next_own();
                     if (t < 0) {
                         more_own = false;
+                        MARK(b.d, D_OWN_END);
                         continue;
                     }
                     const u32 s = ring.next_stage();
@@ -237,5 +245,6 @@ struct Mover {
         }
         ring.drain(b);
         arch::bulk_wait();
+        MARK(b.d, D_MOVE_END);
     }
 };

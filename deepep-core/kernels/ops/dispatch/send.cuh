@@ -53,6 +53,7 @@ struct Sender {
     u32 ticket;         // lane 0: a ticket drawn ahead
     bool told;          // all blocks are known to have told other ranks of their tokens
     i32 token, row, index;  // of the stage that this lane shares; row and index at rank `lane % 8`
+    MARK_STATE(unmarked);
 
     DEVICE Sender(const Block& block, Ring& r) : b(block), ring(r), taken(0), ticket(0), told(false), token(-1), row(-1), index(-1) {
         t0 = b.chunk(blockIdx.x);
@@ -160,11 +161,14 @@ struct Sender {
             arch::bulk_commit();
         }
         ring.tail++;
+        MARK_IF(ring.tail == 1, b.d, D_SENT_FIRST);
+        MARK(b.d, D_SENT_LAST);
         return true;
     }
     // Expanded: a row's flag says that what its receiver is told of it has arrived, too.
     DEVICE bool may_publish() {
         told = told || wait_tables(b, true);
+        MARK_FIRST(unmarked, b.d, D_TOLD_KNOWN);
         return told;
     }
     // Stage s may be loaded again: its stores have read it (plain), or have completed, and its flag is handed in (expanded).
@@ -192,6 +196,7 @@ struct Sender {
                 // Tables say where later rows go, unless the handle does.
                 first = false;
                 ok = b.cached() || wait_tables(b);
+                MARK(b.d, D_TABLES_KNOWN);
                 continue;
             }
             if (!first && more && ring.room() && ring.head - ring.tail < b.p.ahead) {
@@ -225,6 +230,7 @@ struct Sender {
         } else {
             arch::bulk_wait();
         }
+        MARK(b.d, D_SEND_END);
         return ok;
     }
 };

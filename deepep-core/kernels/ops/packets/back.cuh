@@ -151,6 +151,7 @@ struct Returned {
         if (weights && row >= 0) weight = ((const u32*)b.p.weights)[b.weight_at(row)];
         const Piece sum = sum_rows(b, row, which, g);
         if (!permission.wait(b.begun())) return false;
+        MARK(b.d, PC_PERMITTED);
         if (g < b.groups()) b.packets.send(b.packets.back(s, b.me, t), b.groups(), g, sum);
         if (weights) {
             u32 w[3];
@@ -220,6 +221,8 @@ private:
             sum.add(term);
         }
         if (!warp::all(ok)) return false;
+        MARK_IF(t * b.parts() + part == blockIdx.x * REDUCERS + b.warp - SENDERS, b.d, PC_ARRIVED_FIRST);
+        MARK(b.d, PC_ARRIVED_LAST);
         const Piece result = biases == 0 && __popc(terms) <= 1 ? term : sum.round();
         const u32 words = b.words(g);
         u64* out = (u64*)(b.p.out + (u64)t * b.row_bytes()) + g;

@@ -75,6 +75,8 @@ DEVICE bool place(const Block& b, Incoming& in) {
     }
     if (unit.here) {
         if (!warp::all(in.wait())) return false;
+        MARK_IF(in.row() && in.turn * (b.parts() + 1) + in.part < WARPS, b.d, PD_ROW_FIRST);
+        MARK_IF(in.row(), b.d, PD_ROW_LAST);
         if (in.row()) {
             Row row;
             row.take(in.p);

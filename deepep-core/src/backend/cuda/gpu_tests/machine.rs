@@ -71,15 +71,27 @@ impl Machine {
 /// Device memory with its contents' length.
 pub(super) struct Buffer {
     memory: PlainMemory,
+    /// Where it begins in the memory.
+    front: usize,
 }
 
 impl Buffer {
     pub(super) fn new(context: &Context, bytes: usize) -> Outcome<Self> {
-        Ok(Self { memory: PlainMemory::new(context, bytes.max(256))? })
+        Self::behind(context, 0, bytes)
+    }
+
+    /// With so many bytes of the same memory in front of it.
+    fn behind(context: &Context, front: usize, bytes: usize) -> Outcome<Self> {
+        Ok(Self { memory: PlainMemory::new(context, front + bytes.max(256))?, front })
+    }
+
+    /// The memory, with what is in front of the buffer.
+    pub(super) fn memory(&self) -> &PlainMemory {
+        &self.memory
     }
 
     pub(super) fn address(&self) -> u64 {
-        self.memory.address().get()
+        self.memory.address().get() + self.front as u64
     }
 
     pub(super) fn write(&self, bytes: &[u8]) -> Outcome {
@@ -88,14 +100,14 @@ impl Buffer {
 
     pub(super) fn write_at(&self, offset: usize, bytes: &[u8]) -> Outcome {
         if !bytes.is_empty() {
-            self.memory.context().upload(&self.memory, offset, bytes)?;
+            self.memory.context().upload(&self.memory, self.front + offset, bytes)?;
         }
         Ok(())
     }
 
     pub(super) fn fill(&self, offset: usize, length: usize, value: u8) -> Outcome {
         if length > 0 {
-            self.memory.context().fill(&self.memory, offset, length, value)?;
+            self.memory.context().fill(&self.memory, self.front + offset, length, value)?;
         }
         Ok(())
     }
@@ -103,7 +115,7 @@ impl Buffer {
     pub(super) fn read(&self, offset: usize, length: usize) -> Outcome<Vec<u8>> {
         let mut bytes = super::parallel::bytes(length);
         if length > 0 {
-            self.memory.context().download(&self.memory, offset, &mut bytes)?;
+            self.memory.context().download(&self.memory, self.front + offset, &mut bytes)?;
         }
         Ok(bytes)
     }
@@ -171,7 +183,9 @@ impl Group {
         let context = |r: usize| &machine.contexts[r % devices];
         let mut heaps = Vec::new();
         for r in 0..layout.ranks {
-            let heap = Buffer::new(context(r), layout.bytes)?;
+            // Marks of a timeline, if kernels are altered to make them.
+            let front = if alter.is_some() { super::timeline::BYTES } else { 0 };
+            let heap = Buffer::behind(context(r), front, layout.bytes)?;
             heap.fill(0, layout.bytes, 0xa5)?;
             heap.fill(0, layout.workspace.bytes, 0)?;
             heaps.push(heap);

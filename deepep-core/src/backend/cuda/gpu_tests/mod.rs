@@ -2,8 +2,8 @@
 //!
 //! `DEEPEP_TEST_RANKS=1,2,4` chooses the numbers of ranks (more than there are GPUs is fine), `DEEPEP_TEST_COMBINE` the roles of combine's
 //! warps (see `roles`), `DEEPEP_TEST_DISPATCH` those of dispatch's blocks and warps, `DEEPEP_TEST_CASES=part;part` cases by parts of their names, `DEEPEP_TEST_ROUNDS` the
-//! rounds of the stress test, `DEEPEP_TEST_TIMEOUT` the deadline in seconds. `times` prints end-to-end times and is run by name:
-//! `--ignored times`.
+//! rounds of the stress test, `DEEPEP_TEST_TIMEOUT` the deadline in seconds. `times` prints end-to-end times and `timelines` when what happens inside the
+//! kernels; they are run by name: `--ignored times::times`, `--ignored timeline::timelines`.
 
 mod cases;
 mod check;
@@ -17,6 +17,7 @@ mod machine;
 mod on_cpu;
 mod oracle;
 mod parallel;
+mod timeline;
 mod times;
 
 use std::io::Write as _;

@@ -3,7 +3,7 @@
 //! `DEEPEP_TEST_TOKENS`, `DEEPEP_TEST_BLOCKS`, `DEEPEP_TEST_RANKS`, `DEEPEP_TEST_COMBINE`, `DEEPEP_TEST_DISPATCH`, `DEEPEP_TEST_ONLY=combine,pair` choose what is measured;
 //! `DEEPEP_TEST_PULLED=0,64,2` how many of 64 tokens combine pulls in the plain layout (0: all are sent), `DEEPEP_TEST_PARTS=1,3` in how many parts sums travel in
 //! the expanded one (without it, the formula's), `DEEPEP_TEST_TICKETS=0` that sums and pulled tokens are not drawn by ticket,
-//! `DEEPEP_TEST_PLACEMENT=Plain` or `Expanded` one layout, `DEEPEP_TEST_PACKETS=0` sends small batches as rows, `DEEPEP_TEST_FOR_SIZES=0`
+//! `DEEPEP_TEST_PLACEMENT=Plain` or `Expanded` one layout, `DEEPEP_TEST_ROWS=FP8` or `BF16` one kind of rows, `DEEPEP_TEST_PACKETS=0` sends small batches as rows, `DEEPEP_TEST_FOR_SIZES=0`
 //! sends them with kernels for all sizes, `DEEPEP_TEST_EARLY=1` launches kernels early, on devices with one rank, and
 //! `DEEPEP_TEST_COOPERATIVE=1` says whether the driver refuses grids that can't be resident as a whole (by default if they are not early). Ranks may share a device;
 //! then nothing crosses a link, and the times say what the kernels cost without one.
@@ -20,10 +20,10 @@ const ITERATIONS: usize = 31;
 const fn chain(tokens: usize) -> usize {
     if tokens < 512 { 50 } else { 20 }
 }
-const FLUSH: usize = 256 << 20;
+pub(super) const FLUSH: usize = 256 << 20;
 
 #[derive(Clone, Copy, PartialEq)]
-enum Operation {
+pub(super) enum Operation {
     Empty,
     Dispatch,
     Cached,
@@ -40,17 +40,28 @@ impl Operation {
         ("pair", Self::Pair),
         ("empty", Self::Empty),
     ];
+
+    /// What a case is measured for, and its name.
+    pub(super) fn of(case: &Case) -> impl Iterator<Item = (&'static str, Self)> {
+        // Combine does not depend on what dispatch sent.
+        let all = case.scale_packs == 0;
+        Self::ALL.into_iter().filter(move |&(_, operation)| all || operation != Self::Combine)
+    }
+
+    pub(super) fn combines(self) -> bool {
+        matches!(self, Self::Combine | Self::Pair)
+    }
 }
 
 /// A graph of one rank's calls, as far as it has been made.
-struct Graph<'a> {
+pub(super) struct Graph<'a> {
     rank: &'a Rank,
     graph: CUgraph,
     exec: CUgraphExec,
 }
 
 impl<'a> Graph<'a> {
-    fn capture(rank: &'a Rank, calls: impl FnOnce() -> Outcome) -> Outcome<Self> {
+    pub(super) fn capture(rank: &'a Rank, calls: impl FnOnce() -> Outcome) -> Outcome<Self> {
         let _bound = rank.context.bind()?;
         let driver = rank.context.device().cuda().driver();
         let mut made = Self { rank, graph: std::ptr::null_mut(), exec: std::ptr::null_mut() };
@@ -70,7 +81,7 @@ impl<'a> Graph<'a> {
         Ok(made)
     }
 
-    fn launch(&self) -> Outcome {
+    pub(super) fn launch(&self) -> Outcome {
         let _bound = self.rank.context.bind()?;
         // SAFETY: the graph is instantiated; its calls' memory lives as long as the bench.
         unsafe { self.rank.context.device().cuda().driver().cuGraphLaunch(self.exec, self.rank.stream) }?;
@@ -100,7 +111,7 @@ fn median(n: usize, mut sample: impl FnMut() -> Outcome<f64>) -> Outcome<f64> {
 }
 
 impl Bench {
-    fn launch(&self, operation: Operation, r: usize) -> Outcome {
+    pub(super) fn launch(&self, operation: Operation, r: usize) -> Outcome {
         match operation {
             Operation::Empty => Ok(()),
             Operation::Dispatch => self.launch_dispatch(r, 0, 0, 0, false),
@@ -114,7 +125,7 @@ impl Bench {
     }
 
     /// Slowest rank, from event to event around `calls` on every rank, ranks aligned by a barrier before. `flush`: L2 is emptied first.
-    fn sample(&self, flush: &[Buffer], calls: impl Fn(usize) -> Outcome) -> Outcome<f64> {
+    pub(super) fn sample(&self, flush: &[Buffer], calls: impl Fn(usize) -> Outcome) -> Outcome<f64> {
         let events: Vec<_> =
             self.group.ranks.iter().map(|r| Ok((r.event()?, r.event()?))).collect::<Outcome<_>>()?;
         for (rank, buffer) in self.group.ranks.iter().zip(flush) {
@@ -185,8 +196,12 @@ pub(super) fn each_case(
     tell: impl Fn(&Case) -> Outcome<String>,
 ) {
     let blocks = numbers("DEEPEP_TEST_BLOCKS", blocks);
-    let placements = std::env::var("DEEPEP_TEST_PLACEMENT").unwrap_or_default();
-    let wanted = |name: &str| placements.is_empty() || placements.split(',').any(|p| p == name);
+    let chosen = |variable: &str, name: &str| match std::env::var(variable) {
+        Ok(names) => names.is_empty() || names.split(',').any(|n| n == name),
+        Err(_) => true,
+    };
+    let wanted = |name: &str| chosen("DEEPEP_TEST_PLACEMENT", name);
+    let kind = |name: &str| chosen("DEEPEP_TEST_ROWS", name);
     let packets = std::env::var("DEEPEP_TEST_PACKETS").map_or(true, |value| value != "0");
     let for_sizes = std::env::var("DEEPEP_TEST_FOR_SIZES").map_or(true, |value| value != "0");
     let tell = |case: &Case, how: &str| {
@@ -216,10 +231,12 @@ pub(super) fn each_case(
                         (case.experts, case.topk, case.hidden) = (256 / ranks * ranks, 8, 7168);
                         (case.packets, case.for_sizes) = (packets && case.pulled == 0, for_sizes);
                         case.blocks = blocks;
-                        if case.pulled == 0 {
+                        if case.pulled == 0 && kind("FP8") {
                             tell(&Case { row_bytes: 7168, scale_packs: 56, ..case.clone() }, &how);
                         }
-                        tell(&Case { row_bytes: 14336, ..case }, &how);
+                        if kind("BF16") {
+                            tell(&Case { row_bytes: 14336, ..case }, &how);
+                        }
                     }
                 }
             }
@@ -267,19 +284,13 @@ fn variants(ranks: usize, tokens: usize, placement: Placement) -> Vec<(String, C
 /// `only`: names of operations, or nothing for all.
 fn times_of(machine: &Machine, case: &Case, only: &str) -> Outcome<String> {
     let mut line = String::new();
-    let wanted: Vec<_> = Operation::ALL
-        .into_iter()
-        .filter(|&(name, operation)| {
-            // Combine does not depend on what dispatch sent.
-            let combines = !matches!(operation, Operation::Combine) || case.scale_packs == 0;
-            combines && (only.is_empty() || only.split(',').any(|o| o == name))
-        })
-        .collect();
+    let chosen = |name: &str| only.is_empty() || only.split(',').any(|o| o == name);
+    let wanted: Vec<_> = Operation::of(case).filter(|(name, _)| chosen(name)).collect();
     if wanted.is_empty() {
         return Ok(line);
     }
     let bench = Bench::new(machine, case)?;
-    let combines = wanted.iter().any(|(_, o)| matches!(o, Operation::Combine | Operation::Pair));
+    let combines = wanted.iter().any(|(_, operation)| operation.combines());
     let round = if combines { Round::drawn(case, 1) } else { Round::of_dispatch(case, 1) };
     bench.upload(0, &round)?;
     bench.each(true, |r| bench.give_rows(r, 0))?;

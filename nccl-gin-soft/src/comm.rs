@@ -8,7 +8,7 @@ use crate::log::{info, warning};
 use crate::net::tcp::Bridge;
 use crate::net::{Control, Deadline, Handle, Listener, Message, connect};
 use crate::region::{Partner, Regions, Registration, conclude, handle_of, prepare};
-use crate::ring::{Bell, Channel};
+use crate::ring::{Bell, Channel, Command};
 use crate::send::Outbound;
 use crate::settings::Settings;
 use crate::ticket::MAX_RANKS;
@@ -200,6 +200,9 @@ impl Comm {
         self.failure.check()?;
         let _entered = self.cuda.enter("registering memory")?;
         let id = self.regions.next();
+        if id >= Command::REGISTRATIONS {
+            return Err(Error::Argument(format!("registration {id} of at most {}", Command::REGISTRATIONS)));
+        }
         let partners: Vec<Partner<'_>> = self
             .peers()
             .map(|(rank, peer)| Partner {
@@ -235,7 +238,11 @@ impl Comm {
             None => Ok(handle_of(id)),
         });
         if outcome.is_err() {
-            self.regions.remove(id);
+            // The agent may have come across it.
+            let removed = self.regions.remove(id);
+            if removed.is_some() && !self.rest() {
+                std::mem::forget(removed);
+            }
         }
         outcome
     }
@@ -244,8 +251,7 @@ impl Comm {
     pub(crate) fn deregister(&self, handle: usize) -> Result<()> {
         let region = self.regions.of_handle(handle)?;
         self.regions.remove(region.id);
-        // Pageable memory is touched by the CPU only, while a command is taken.
-        if region.device && !self.rest() {
+        if !self.rest() {
             warning!(
                 "rank {}: a stream did not come to rest within {REST:?}; memory of other ranks stays mapped",
                 self.rank
@@ -255,7 +261,7 @@ impl Comm {
         Ok(())
     }
 
-    /// Waits until the GPU has done all that the agent has taken so far. Returns whether it has.
+    /// Waits until the GPU has done all that the agent has taken so far, and the agent has let go of what is registered no more. Returns whether it has.
     fn rest(&self) -> bool {
         let wanted = self.rest_wanted.fetch_add(1, Ordering::AcqRel) + 1;
         self.bell.ring();

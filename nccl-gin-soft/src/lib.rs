@@ -62,6 +62,7 @@ mod env;
 mod error;
 mod failure;
 mod idle;
+mod line;
 mod log;
 mod net;
 mod ops;

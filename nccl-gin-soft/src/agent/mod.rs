@@ -12,7 +12,7 @@ use crate::cuda::{Copies, Stream, Words, warm_up};
 use crate::error::{Error, Result};
 use crate::idle::Idle;
 use crate::log::warning;
-use crate::region::Region;
+use crate::region::{Followed, Region};
 use crate::ring::{Command, Kind, NONE, STREAMS};
 use crate::send::Pump;
 use adds::Adder;
@@ -36,6 +36,7 @@ pub(crate) struct Agent {
     queues: Vec<Queue>,
     /// Sequence number of the next command of each rank.
     next: Vec<u64>,
+    regions: Followed,
     adder: Adder,
     watch: Watch,
     /// Copies into the staging memories.
@@ -56,6 +57,7 @@ impl Agent {
         Ok(Self {
             queues,
             next: vec![0; comm.ranks()],
+            regions: Followed::default(),
             adder: Adder::new(&comm.cuda, comm.settings.timeout)?,
             watch: Watch::new(comm.ranks()),
             staging,
@@ -93,6 +95,7 @@ impl Agent {
         if let Err(error) = self.drain() {
             warning!("rank {}: {error}", comm.rank);
         }
+        self.regions = Followed::default();
         comm.rested.store(u64::MAX, Ordering::Release);
         self.adder.forget();
     }
@@ -109,9 +112,11 @@ impl Agent {
     }
 
     /// Tells whoever ends a registration that nothing is under way that was taken before. In a broken stream there is nothing under way either.
-    fn rest_if_wanted(&self) -> Result<()> {
+    fn rest_if_wanted(&mut self) -> Result<()> {
+        // Acquire: what was registered no more before is seen to be so.
         let wanted = self.comm.rest_wanted.load(Ordering::Acquire);
         if wanted > self.comm.rested.load(Ordering::Relaxed) {
+            self.regions.follow(&self.comm.regions);
             let rested = self.drain();
             if !matches!(rested, Err(Error::Deadline { .. })) {
                 self.comm.rested.store(wanted, Ordering::Release);
@@ -244,12 +249,14 @@ impl Agent {
             rank,
             reason: format!("{what} out of bounds, or not registered here: {}", command.describe()),
         };
-        let region = |id| comm.regions.get(id);
+        self.regions.follow(&comm.regions);
+        let regions = &self.regions;
+        let region = |id| regions.get(id);
         match command.kind {
             Kind::Signal => {}
             Kind::Fetch => {
                 let source = region(command.from.0).filter(|r| r.at(command.from.1, command.size).is_some());
-                comm.reply(rank, command, source.ok_or_else(|| lost("a get"))?)?;
+                comm.reply(rank, command, Arc::clone(source.ok_or_else(|| lost("a get"))?))?;
             }
             _ => {
                 let target = region(command.to.0).ok_or_else(|| lost("a put"))?;
@@ -267,10 +274,8 @@ impl Agent {
                     kind => {
                         let own_get = kind == Kind::Get && rank == comm.rank;
                         let owner = if own_get { usize::from(command.source_rank) } else { rank };
-                        let source = region(command.from.0);
-                        let (from, inside) = source
-                            .as_deref()
-                            .and_then(|source| self.source(source, owner, command))
+                        let (from, inside) = region(command.from.0)
+                            .and_then(|region| source(region, comm.rank, owner, command))
                             .ok_or_else(|| lost("a source"))?;
                         let from_registration = (owner, command.from.0);
                         (from, Some(Route { to: command.to.0, from: from_registration, inside }))
@@ -329,16 +334,16 @@ impl Agent {
         }
         Ok(())
     }
+}
 
-    /// Address here of the source of a copy, and whether it is memory of this rank's device.
-    fn source(&self, region: &Region, owner: usize, command: &Command) -> Option<(u64, bool)> {
-        let (offset, size) = (command.from.1, command.size);
-        if owner == self.comm.rank {
-            return Some((region.at(offset, size)?, true));
-        }
-        let inside = region.peers.get(owner)?.mapping.as_ref()?.is_own_device();
-        Some((region.at_peer(owner, offset, size)?, inside))
+/// Address here, on rank `here`, of the source of a copy, and whether it is memory of this rank's device.
+fn source(region: &Region, here: usize, owner: usize, command: &Command) -> Option<(u64, bool)> {
+    let (offset, size) = (command.from.1, command.size);
+    if owner == here {
+        return Some((region.at(offset, size)?, true));
     }
+    let inside = region.peers.get(owner)?.mapping.as_ref()?.is_own_device();
+    Some((region.at_peer(owner, offset, size)?, inside))
 }
 
 /// Waits for a word that the GPU writes, for as long as the connection lasts and the deadline allows.

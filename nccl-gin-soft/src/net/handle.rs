@@ -8,7 +8,7 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 /// "ginsoft" and a zero.
 const MAGIC: u64 = u64::from_le_bytes(*b"ginsoft\0");
 /// Raised with every change of what ranks tell each other: handles, messages, commands, frames.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 /// Addresses that a handle has room for.
 pub(crate) const ADDRESSES: usize = 3;
 

@@ -8,6 +8,7 @@ pub(crate) use share::Mapping;
 
 use crate::abi::{MR_SIGNAL_NEVER_RESET, PTR_CUDA};
 use crate::error::{Error, Result};
+use crate::line::Line;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -68,7 +69,34 @@ pub(crate) fn needs_staging(kind: u32, flags: u64, size: u64, mapped: bool) -> b
 /// All registrations of a connection. A handle is a number: the one that NCCL is given is never followed as an address.
 #[derive(Default)]
 pub(crate) struct Regions {
-    list: RwLock<Vec<Option<Arc<Region>>>>,
+    list: Line<RwLock<Vec<Option<Arc<Region>>>>>,
+    /// Counts the changes.
+    version: Line<AtomicU64>,
+}
+
+/// The agent's own list. NCCL's threads write the lock and the counts of owners for each operation; an agent that did so, too, would wait for
+/// these lines to come from the other core, several times for each command.
+#[derive(Default)]
+pub(crate) struct Followed {
+    version: u64,
+    list: Vec<Option<Arc<Region>>>,
+}
+
+impl Followed {
+    /// Takes over what has changed. What is no longer there is let go of.
+    pub(crate) fn follow(&mut self, regions: &Regions) {
+        // Acquire: pairs with the changes, which come before any command that needs them.
+        if regions.version.load(Ordering::Acquire) != self.version {
+            let list = regions.list.read().unwrap_or_else(PoisonError::into_inner);
+            // Under the lock nobody changes it.
+            self.version = regions.version.load(Ordering::Relaxed);
+            self.list.clone_from(&list);
+        }
+    }
+
+    pub(crate) fn get(&self, id: u64) -> Option<&Arc<Region>> {
+        self.list.get(usize::try_from(id).ok()?)?.as_ref()
+    }
 }
 
 impl Regions {
@@ -83,7 +111,13 @@ impl Regions {
         let mut list = self.list.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(place) = list.get_mut(region.id as usize) {
             *place = Some(Arc::new(region));
+            self.changed();
         }
+    }
+
+    /// The lock is held for writing.
+    fn changed(&self) {
+        self.version.fetch_add(1, Ordering::Release);
     }
 
     pub(crate) fn get(&self, id: u64) -> Option<Arc<Region>> {
@@ -93,11 +127,15 @@ impl Regions {
 
     pub(crate) fn remove(&self, id: u64) -> Option<Arc<Region>> {
         let mut list = self.list.write().unwrap_or_else(PoisonError::into_inner);
-        list.get_mut(usize::try_from(id).ok()?)?.take()
+        let region = list.get_mut(usize::try_from(id).ok()?)?.take();
+        self.changed();
+        region
     }
 
     pub(crate) fn clear(&self) {
-        self.list.write().unwrap_or_else(PoisonError::into_inner).clear();
+        let mut list = self.list.write().unwrap_or_else(PoisonError::into_inner);
+        list.clear();
+        self.changed();
     }
 
     /// The registration of a handle.
@@ -174,6 +212,29 @@ mod tests {
         assert!(regions.of_handle(0).is_err() && regions.of_handle(usize::MAX).is_err());
         regions.remove(id);
         assert!(regions.of_handle(handle_of(id)).is_err());
+    }
+
+    #[test]
+    fn who_follows_sees_each_change_and_keeps_nothing() {
+        let (regions, mut own) = (Regions::default(), Followed::default());
+        let (one, two) = (regions.next(), regions.next());
+        own.follow(&regions);
+        assert!(own.get(one).is_none());
+        regions.insert(region(one, 8));
+        regions.insert(region(two, 16));
+        assert!(own.get(two).is_none(), "not before it follows");
+        own.follow(&regions);
+        assert_eq!((own.get(one).unwrap().size, own.get(two).unwrap().size), (8, 16));
+        assert!(own.get(2).is_none() && own.get(u64::MAX).is_none());
+        let gone = regions.remove(one).unwrap();
+        assert_eq!(Arc::strong_count(&gone), 2);
+        own.follow(&regions);
+        assert!(own.get(one).is_none() && own.get(two).is_some());
+        assert_eq!(Arc::strong_count(&gone), 1);
+        let last = own.get(two).map(Arc::downgrade).unwrap();
+        regions.clear();
+        own.follow(&regions);
+        assert!(last.upgrade().is_none());
     }
 
     #[test]

@@ -57,7 +57,7 @@ pub(crate) enum CommandError {
     #[error("a command for stream {0} of {STREAMS}")]
     Stream(u8),
     #[error("a command with unknown flags {0:#x}")]
-    Flags(u32),
+    Flags(u8),
     #[error("{size} bytes in a slot")]
     Inline { size: u64 },
     #[error("{size} staged bytes at {offset} of {STAGING}")]
@@ -69,9 +69,12 @@ pub(crate) enum CommandError {
 }
 
 impl Command {
-    /// Words of an encoded command, without payload.
-    pub(crate) const WORDS: usize = 10;
-    const ANSWERS: u32 = 1;
+    /// Words of an encoded command, without payload: with the sequence number before them one cache line, all that travels between the two
+    /// cores for a command.
+    pub(crate) const WORDS: usize = 7;
+    const ANSWERS: u8 = 1;
+    /// Registrations that can be named, besides [`NONE`].
+    pub(crate) const REGISTRATIONS: u64 = u32::MAX as u64;
 
     /// A command that does nothing yet.
     pub(crate) const fn new(kind: Kind, stream: usize) -> Self {
@@ -102,20 +105,27 @@ impl Command {
         )
     }
 
+    /// Of the value to add and the ticket only one is there: who fetches, or answers, signals nothing.
     pub(crate) fn encode(&self) -> [u64; Self::WORDS] {
+        // NONE becomes the largest number of 32 bits; registrations have smaller ones (`Comm::register` sees to that).
+        let short = |registration: u64| u64::from(registration as u32);
         let flags = if self.answers { Self::ANSWERS } else { 0 };
-        let first = u64::from(self.kind as u8)
+        let Self { size, to, from, signal, .. } = *self;
+        let first = u64::from(self.kind as u8 | flags << 4)
             | u64::from(self.stream) << 8
             | u64::from(self.source_rank) << 16
-            | u64::from(flags) << 32;
-        let Self { size, to, from, signal, add, ticket, .. } = *self;
-        [first, size, to.0, to.1, from.0, from.1, signal.0, signal.1, add, ticket]
+            | short(signal.0) << 32;
+        let value = if self.has_signal() { self.add } else { self.ticket };
+        [first, size, short(to.0) | short(from.0) << 32, to.1, from.1, signal.1, value]
     }
 
     /// Checks all that can be checked without knowing the registrations. The payload is filled in by the caller.
     pub(crate) fn decode(words: &[u64; Self::WORDS]) -> Result<Self, CommandError> {
-        let [first, size, to, to_offset, from, from_offset, signal, signal_offset, add, ticket] = *words;
-        let kind = match first as u8 {
+        let [first, size, places, to_offset, from_offset, signal_offset, value] = *words;
+        let long = |short: u32| if short == u32::MAX { NONE } else { u64::from(short) };
+        let (to, from, signal) =
+            (long(places as u32), long((places >> 32) as u32), long((first >> 32) as u32));
+        let kind = match first as u8 & 15 {
             0 => Kind::Signal,
             1 => Kind::Inline,
             2 => Kind::Pull,
@@ -128,7 +138,7 @@ impl Command {
         if usize::from(stream) >= STREAMS {
             return Err(CommandError::Stream(stream));
         }
-        let flags = (first >> 32) as u32;
+        let flags = first as u8 >> 4;
         if flags & !Self::ANSWERS != 0 {
             return Err(CommandError::Flags(flags));
         }
@@ -153,8 +163,8 @@ impl Command {
             to: (to, to_offset),
             from: (from, from_offset),
             signal: (signal, signal_offset),
-            add,
-            ticket,
+            add: if signal == NONE { 0 } else { value },
+            ticket: if signal == NONE { value } else { 0 },
             inline: [0; INLINE as usize],
         })
     }
@@ -169,7 +179,7 @@ mod tests {
         #[test]
         fn any_words_decode_to_something_in_bounds_or_are_refused(words in any::<[u64; Command::WORDS]>(), kind in 0u8..8, stream in 0u8..6) {
             let mut words = words;
-            words[0] = words[0] & 0x1_ffff_0000 | u64::from(kind) | u64::from(stream) << 8;
+            words[0] = words[0] & 0xffff_ffff_ffff_0010 | u64::from(kind) | u64::from(stream) << 8;
             words[1] %= 2 * CHUNK;
             if let Ok(command) = Command::decode(&words) {
                 prop_assert!(usize::from(command.stream) < STREAMS);
@@ -189,7 +199,10 @@ mod tests {
         assert_eq!(Command::decode(&good.encode()), Ok(good));
         let mut words = good.encode();
         words[0] |= 0xff;
-        assert_eq!(Command::decode(&words), Err(CommandError::Kind(0xff)));
+        assert_eq!(Command::decode(&words), Err(CommandError::Kind(15)));
+        let mut words = good.encode();
+        words[0] |= 0x20;
+        assert_eq!(Command::decode(&words), Err(CommandError::Flags(2)));
         let staged = Command { size: 16, from: (NONE, STAGING - 8), ..Command::new(Kind::Staged, 0) };
         assert_eq!(
             Command::decode(&staged.encode()),

@@ -34,13 +34,14 @@ const CLOSED: usize = PARKED + LINE;
 const FAILED: usize = CLOSED + LINE;
 const HEADER: usize = 4096;
 const SLOT: usize = 256;
-/// Where a slot's payload is, and where its `ready` word.
-const SLOT_INLINE: usize = 128;
-const SLOT_READY: usize = 192;
+/// Where a slot's payload is, behind the line of the command, and where its `ready` word.
+const SLOT_INLINE: usize = LINE;
+const SLOT_READY: usize = SLOT_INLINE + INLINE as usize;
 /// Bytes of a ring.
 pub(crate) const RING: usize = HEADER + SLOTS as usize * SLOT;
 
-const _: () = assert!(FAILED + LINE <= HEADER && SLOT_INLINE + INLINE as usize <= SLOT_READY);
+const _: () =
+    assert!(FAILED + LINE <= HEADER && 8 + Command::WORDS * 8 <= SLOT_INLINE && SLOT_READY + 8 <= SLOT);
 const _: () = assert!(SLOTS.is_power_of_two() && STAGING.is_multiple_of(CHUNK));
 
 /// One end of a ring.

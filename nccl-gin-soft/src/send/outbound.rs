@@ -3,6 +3,7 @@
 use super::staging::Places;
 use crate::cuda::{Copies, Stream, Words};
 use crate::error::{Error, Result};
+use crate::line::Line;
 use crate::region::Region;
 use crate::ring::{CHUNK, Channel, Command, INLINE, Kind, SLOTS};
 use std::collections::VecDeque;
@@ -56,9 +57,9 @@ struct State {
 /// The sender's end of a ring.
 pub(crate) struct Outbound {
     pub(crate) channel: Arc<Channel>,
-    state: Mutex<State>,
-    /// Operations that wait, to be looked at without the lock.
-    waiting: AtomicUsize,
+    state: Line<Mutex<State>>,
+    /// Operations that wait, to be looked at without the lock: the agent does in every turn.
+    waiting: Line<AtomicUsize>,
 }
 
 impl Outbound {
@@ -70,7 +71,7 @@ impl Outbound {
             places: Places::default(),
             waiting: VecDeque::with_capacity(64),
         };
-        Self { channel, state: Mutex::new(state), waiting: AtomicUsize::new(0) }
+        Self { channel, state: Line(Mutex::new(state)), waiting: Line::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -100,7 +101,10 @@ impl Outbound {
     }
 
     fn finish(&self, state: &State, posted: u64) -> bool {
-        self.waiting.store(state.waiting.len(), Ordering::Release);
+        // Written by who holds the lock only. Mostly it is 0 and stays so: then the agent's copy of the line is left alone.
+        if self.waiting.load(Ordering::Relaxed) != state.waiting.len() {
+            self.waiting.store(state.waiting.len(), Ordering::Release);
+        }
         if posted > 0 {
             self.channel.ring_bell();
         }

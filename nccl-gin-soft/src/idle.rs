@@ -10,7 +10,7 @@ pub(crate) struct Idle {
 }
 
 /// Turns after which a thread gives way to others, and how often it does from then on: a turn is much shorter than giving way.
-const PATIENT_TURNS: u32 = 256;
+const PATIENT_TURNS: u32 = 1024;
 const YIELD_EVERY: u32 = 8;
 
 impl Idle {

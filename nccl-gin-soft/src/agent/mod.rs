@@ -262,7 +262,7 @@ impl Agent {
                 let target = region(command.to.0).ok_or_else(|| lost("a put"))?;
                 let to = target.at(command.to.1, command.size).ok_or_else(|| lost("a put"))?;
                 let (from, route) = match command.kind {
-                    Kind::Inline => (channel.inline_device(sequence), None),
+                    Kind::Inline => (channel.inline_device(sequence, command.size), None),
                     Kind::Staged => {
                         let staging = channel.staging().ok_or_else(|| lost("staged payload"))?;
                         (
@@ -293,13 +293,13 @@ impl Agent {
                     self.adder.reach(&comm, &queue.stream)?;
                 }
                 if pageable && command.kind == Kind::Inline {
-                    let bytes = channel.inline(sequence);
+                    let bytes = channel.inline(sequence, command.size);
                     // SAFETY: inside a registration of memory that this process can write; `size` is at most the array's (it was decoded).
                     unsafe {
                         std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, command.size as usize);
                     }
                 } else if command.kind == Kind::Inline {
-                    queue.value(to, from, command.size, channel.inline(sequence))?;
+                    queue.value(to, from, command.size, channel.inline(sequence, command.size))?;
                 } else {
                     queue.copy(route, to, from, command.size)?;
                 }

@@ -72,6 +72,8 @@ impl Command {
     /// Words of an encoded command, without payload: with the sequence number before them one cache line, all that travels between the two
     /// cores for a command.
     pub(crate) const WORDS: usize = 7;
+    /// Which of them is the offset of the source.
+    pub(crate) const FROM_OFFSET: usize = 4;
     const ANSWERS: u8 = 1;
     /// Registrations that can be named, besides [`NONE`].
     pub(crate) const REGISTRATIONS: u64 = u32::MAX as u64;
@@ -191,6 +193,12 @@ mod tests {
                 prop_assert_eq!(Command::decode(&command.encode()), Ok(command));
             }
         }
+    }
+
+    #[test]
+    fn the_offset_of_the_source_is_where_it_is_said_to_be() {
+        let command = Command { size: 8, from: (3, 0x1234), ..Command::new(Kind::Pull, 1) };
+        assert_eq!(command.encode()[Command::FROM_OFFSET], 0x1234);
     }
 
     #[test]

@@ -103,8 +103,9 @@ impl Channel {
         }
         if command.kind == Kind::Inline {
             let words: [u64; INLINE as usize / 8] = bytemuck::cast(command.inline);
+            let at = self.inline_at(sequence, command.size);
             for (index, word) in words.into_iter().enumerate().take(command.size.div_ceil(8) as usize) {
-                self.ring.word(slot + SLOT_INLINE + index * 8).store(word, Ordering::Relaxed);
+                self.ring.word(at + index * 8).store(word, Ordering::Relaxed);
             }
         }
         // Release: who sees the number sees the command.
@@ -137,16 +138,24 @@ impl Channel {
         std::array::from_fn(|index| self.ring.word(slot + 8 + index * 8).load(Ordering::Relaxed))
     }
 
-    /// The payload of a slot.
-    pub(crate) fn inline(&self, sequence: u64) -> [u8; INLINE as usize] {
-        let at = self.slot(sequence) + SLOT_INLINE;
-        let words: [u64; INLINE as usize / 8] =
-            std::array::from_fn(|index| self.ring.word(at + index * 8).load(Ordering::Relaxed));
+    /// Where a payload of this size is. One word takes the place of the source's offset, which no such command has: it travels with the command's own
+    /// cache line.
+    fn inline_at(&self, sequence: u64, size: u64) -> usize {
+        self.slot(sequence) + if size <= 8 { 8 + Command::FROM_OFFSET * 8 } else { SLOT_INLINE }
+    }
+
+    /// The payload of a slot, of a size that was checked.
+    pub(crate) fn inline(&self, sequence: u64, size: u64) -> [u8; INLINE as usize] {
+        let (at, count) = (self.inline_at(sequence, size), size.div_ceil(8) as usize);
+        let mut words = [0u64; INLINE as usize / 8];
+        for (index, word) in words.iter_mut().enumerate().take(count) {
+            *word = self.ring.word(at + index * 8).load(Ordering::Relaxed);
+        }
         bytemuck::cast(words)
     }
 
-    pub(crate) fn inline_device(&self, sequence: u64) -> u64 {
-        self.ring.device(self.slot(sequence) + SLOT_INLINE)
+    pub(crate) fn inline_device(&self, sequence: u64, size: u64) -> u64 {
+        self.ring.device(self.inline_at(sequence, size))
     }
 
     /// Holds `sequence + 1` once the staged payload of that command is there.

@@ -279,7 +279,8 @@ impl Outgoing<'_> {
         self.buffer.extend_from_slice(bytemuck::cast_slice(&words));
         match command.kind {
             Kind::Inline => {
-                self.buffer.extend_from_slice(&outbound.inline(sequence)[..command.size as usize]);
+                self.buffer
+                    .extend_from_slice(&outbound.inline(sequence, command.size)[..command.size as usize]);
             }
             Kind::Staged => {
                 let (offset, size) = (command.from.1 as usize, command.size as usize);

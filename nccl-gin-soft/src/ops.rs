@@ -58,17 +58,20 @@ impl Comm {
         let rank = self.check_rank(rank)?;
         let mut command = Command::new(Kind::Signal, context);
         let mut source = None;
+        let regions = self.regions.read();
         if size > 0 {
-            let region = self.regions.of_handle(from.handle)?;
-            self.check_range(&region, self.rank, from.offset, size)?;
-            let target = self.regions.of_handle(to.handle)?;
-            self.check_range(&target, rank, to.offset, size)?;
-            command.kind = self.route(&region, rank, size)?;
+            let region = regions.of_handle(from.handle)?;
+            self.check_range(region, self.rank, from.offset, size)?;
+            let target = regions.of_handle(to.handle)?;
+            self.check_range(target, rank, to.offset, size)?;
+            command.kind = self.route(region, rank, size)?;
             command.size = size;
             command.to = (target.id, to.offset);
             command.from = (region.id, from.offset);
             command.source_rank = self.rank as u16;
-            source = Some((region, from.offset));
+            if matches!(command.kind, Kind::Inline | Kind::Staged) {
+                source = Some((Arc::clone(region), from.offset));
+            }
         }
         if let Some(Signal { word, value, operation }) = signal {
             command.add = match operation {
@@ -76,8 +79,8 @@ impl Comm {
                 SIGNAL_ADD => value,
                 other => return Err(Error::Argument(format!("signal operation {other}"))),
             };
-            let region = self.regions.of_handle(word.handle)?;
-            self.check_range(&region, rank, word.offset, 8)?;
+            let region = regions.of_handle(word.handle)?;
+            self.check_range(region, rank, word.offset, 8)?;
             if word.offset % 8 != 0 {
                 return Err(Error::Argument(format!("a signal at offset {}, no multiple of 8", word.offset)));
             }
@@ -85,6 +88,7 @@ impl Comm {
         } else if size == 0 {
             return Ok(Ticket::Done);
         }
+        drop(regions);
         self.submit(rank, Operation { command, source, posted: 0 })
     }
 
@@ -114,10 +118,11 @@ impl Comm {
         if size == 0 {
             return Ok(Ticket::Done);
         }
-        let source = self.regions.of_handle(from.handle)?;
-        self.check_range(&source, rank, from.offset, size)?;
-        let target = self.regions.of_handle(to.handle)?;
-        self.check_range(&target, self.rank, to.offset, size)?;
+        let regions = self.regions.read();
+        let source = regions.of_handle(from.handle)?;
+        self.check_range(source, rank, from.offset, size)?;
+        let target = regions.of_handle(to.handle)?;
+        self.check_range(target, self.rank, to.offset, size)?;
         let mapped = rank == self.rank || source.peers[rank].mapping.is_some();
         let command = Command {
             size,
@@ -126,6 +131,7 @@ impl Comm {
             source_rank: rank as u16,
             ..Command::new(if mapped { Kind::Get } else { Kind::Fetch }, context)
         };
+        drop(regions);
         if mapped {
             // The own agent fetches it.
             return self.submit(self.rank, Operation { command, source: None, posted: 0 });

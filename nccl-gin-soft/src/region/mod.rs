@@ -10,7 +10,7 @@ use crate::abi::{MR_SIGNAL_NEVER_RESET, PTR_CUDA};
 use crate::error::{Error, Result};
 use crate::line::Line;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 /// Host memory up to this size travels in slots; larger registrations get staging memory.
 pub(crate) const SMALL_HOST: u64 = 64 << 10;
@@ -120,9 +120,9 @@ impl Regions {
         self.version.fetch_add(1, Ordering::Release);
     }
 
-    pub(crate) fn get(&self, id: u64) -> Option<Arc<Region>> {
-        let list = self.list.read().unwrap_or_else(PoisonError::into_inner);
-        list.get(usize::try_from(id).ok()?)?.clone()
+    /// All of them, to be looked at. Nothing is registered meanwhile.
+    pub(crate) fn read(&self) -> Reading<'_> {
+        Reading(self.list.read().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(crate) fn remove(&self, id: u64) -> Option<Arc<Region>> {
@@ -140,9 +140,20 @@ impl Regions {
 
     /// The registration of a handle.
     pub(crate) fn of_handle(&self, handle: usize) -> Result<Arc<Region>> {
-        (handle as u64)
+        self.read().of_handle(handle).cloned()
+    }
+}
+
+/// What is registered, while nobody changes it. Who only looks counts as no owner: the count is in the cache line of what the agent reads of a
+/// registration.
+pub(crate) struct Reading<'a>(RwLockReadGuard<'a, Vec<Option<Arc<Region>>>>);
+
+impl Reading<'_> {
+    /// The registration of a handle.
+    pub(crate) fn of_handle(&self, handle: usize) -> Result<&Arc<Region>> {
+        handle
             .checked_sub(1)
-            .and_then(|id| self.get(id))
+            .and_then(|id| self.0.get(id)?.as_ref())
             .ok_or_else(|| Error::Argument(format!("{handle:#x} is no handle of registered memory")))
     }
 }

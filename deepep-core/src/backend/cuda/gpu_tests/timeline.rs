@@ -106,7 +106,7 @@ const WARPS: usize = 16;
 const SLOTS: usize = MAX_BLOCKS * WARPS * 2 * HALF;
 /// Bytes of all marks of a rank, in front of its heap.
 pub(super) const BYTES: usize = SLOTS * 8;
-const _: () = assert!(BYTES % (2 << 20) == 0 && crate::jit::THREADS / 32 <= WARPS);
+const _: () = assert!(BYTES.is_multiple_of(2 << 20) && crate::jit::THREADS / 32 <= WARPS);
 
 /// Kernels with marks: an [`Alter`](crate::jit::Alter).
 pub(super) fn marked(name: &str, mut text: String) -> String {

@@ -21,6 +21,8 @@ const FULL_BYTES: u64 = 16 << 20;
 /// A report that will be there when its batch is done: rank, and sequence number.
 type Marker = Option<(usize, u64)>;
 
+/// In cache lines of its own: the agent writes it for each command.
+#[repr(align(128))]
 pub(crate) struct Queue {
     pub(crate) stream: Stream,
     index_of_marker: usize,

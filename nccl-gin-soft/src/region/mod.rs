@@ -15,7 +15,8 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 /// Host memory up to this size travels in slots; larger registrations get staging memory.
 pub(crate) const SMALL_HOST: u64 = 64 << 10;
 
-/// One registration, on this rank.
+/// One registration, on this rank. In cache lines of its own, as it is read for each command, and its neighbours may be written.
+#[repr(align(128))]
 pub(crate) struct Region {
     pub(crate) id: u64,
     pub(crate) base: u64,
@@ -29,8 +30,9 @@ pub(crate) struct Region {
     pub(crate) peers: Box<[PeerView]>,
 }
 
-/// The same registration, as one other rank and this one see each other's.
+/// The same registration, as one other rank and this one see each other's. In cache lines of its own, too.
 #[derive(Default)]
+#[repr(align(128))]
 pub(crate) struct PeerView {
     /// Bytes that the other rank registered.
     pub(crate) size: u64,

@@ -44,11 +44,15 @@ DEVICE void watch_plain(const Block& b) {
         if (!wait_equal(b.d, b.place(PHASE_DONE, b.lane, c), cell32(b.d, b.me, b.d.done) + b.lane * MAX_BLOCKS + c)) return;
 }
 
+// Named barrier of those who report; 0 is the whole block's.
+constexpr u32 REPORT_BARRIER = 1;
+
 // Plain, by the workers of block 0 but the closer: experts' tokens, from all blocks of all ranks, and what is said of them.
 DEVICE void report_plain(const Block& b, u32 over) {
-    if (!sum_own_experts(b)) return;
-    count_warp(b, &b.control.summed);
-    if (b.warp != WATCHER || !wait_warps(b, PHASE_TOTALS, &b.control.summed, b.workers() - 1)) return;
+    if (sum_own_experts(b)) count_warp(b, &b.control.summed);
+    // All of them come here, whether they could sum or not.
+    arch::barrier_sync(REPORT_BARRIER, 32 * (b.workers() - 1));
+    if (b.warp != WATCHER || arch::ld_acquire_cta_shared(&b.control.summed) != b.workers() - 1) return;
     scan_experts(b, b.me);
     warp::sync();
     tell_counts<TO_DEVICE | TO_HOST>(b, over, b.lane, 32);

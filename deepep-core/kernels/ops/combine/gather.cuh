@@ -14,8 +14,6 @@
 constexpr u32 VECTORS = 4;
 constexpr u32 SUM_BYTES = VECTORS * 32 * 16;
 static_assert(!EXPANDED || PIECE_BYTES == SUM_BYTES, "the sum of a piece stays in registers");
-// What lanes read beyond the end of a piece, and throw away.
-static_assert(COMBINE_CONTROL_BYTES >= SUM_BYTES, "the control words lie behind the last piece");
 
 // The rows of one result, in the order in which they are added. If there are several rows of the own rank whose sum is rounded for itself,
 // they come first: it is a term of the result like the rows behind them, with `before` of these in front of it.
@@ -163,10 +161,13 @@ struct Gather {
 #pragma unroll 1
         for (u32 from = 0; from < end - at; from += SUM_BYTES) {
             Vec16 result[VECTORS];
+            // Behind the end of a piece another one may be loading.
+            const auto inside = [&](u32 j) { return at + from + (b.lane + 32 * j) * 16 < end; };
             if (pair) {
                 const Vec16 *a = row(first_slot) + from / 16, *c = row(second_slot) + from / 16;
 #pragma unroll
                 for (u32 j = 0; j < VECTORS; j++) {
+                    if (!inside(j)) continue;
                     const Vec16 v = a[32 * j], w = c[32 * j];
                     result[j] = {arch::bf16_add(v.x, w.x), arch::bf16_add(v.y, w.y), arch::bf16_add(v.z, w.z), arch::bf16_add(v.w, w.w)};
                 }
@@ -183,6 +184,7 @@ struct Gather {
                 for (u32 i = 0; i < now.rows; i++) {
 #pragma unroll
                     for (u32 j = 0; j < VECTORS; j++) {
+                        if (!inside(j)) continue;
                         result[j] = row(slot)[from / 16 + 32 * j];
                         sum[j].add(result[j]);
                     }

@@ -38,12 +38,17 @@ struct Warp {
     unsigned arrived = 0, turn = 0, size = 0;
     std::vector<Fiber*> waiting;
 };
+struct Part {
+    unsigned arrived = 0;
+    std::vector<Fiber*> waiting;
+};
 struct BlockState {
     uint8_t* shared = nullptr;
     size_t bytes = 0;
     unsigned arrived = 0, votes = 0, result = 0, size = 0;
     std::vector<Fiber*> waiting;
     std::vector<Warp> warps;
+    Part parts[16];
     ~BlockState() { free(shared); }
 };
 struct Fiber {
@@ -283,6 +288,18 @@ unsigned fiber_meet_block(unsigned vote) {
     }
     leave();
     return b.result;
+}
+void fiber_meet_part(unsigned id, unsigned threads) {
+    idle = 0;
+    Part& part = current->block->parts[id];
+    if (++part.arrived == threads) {
+        part.arrived = 0;
+        wake(part.waiting);
+        ready.push_back(current);
+    } else {
+        part.waiting.push_back(current);
+    }
+    leave();
 }
 void fiber_meet_warp(uint64_t value, uint64_t* all) {
     Warp& w = current->block->warps[current->thread / 32];

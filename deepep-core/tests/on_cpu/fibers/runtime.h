@@ -19,6 +19,8 @@ void fiber_yield();
 void fiber_saw(const void* at, uint64_t value);
 // All threads of a block meet; returns how many of them voted.
 unsigned fiber_meet_block(unsigned vote);
+// So many threads of a block meet at one of its named barriers.
+void fiber_meet_part(unsigned id, unsigned threads);
 // All lanes of a warp meet and tell each other a value.
 void fiber_meet_warp(uint64_t value, uint64_t* all);
 uint8_t* fiber_shared();

@@ -190,8 +190,11 @@ impl Bench {
         };
         let (combine, dispatch) = (case.choices(), case.dispatch_roles);
         let group = Group::new(machine, &config, case.blocks, combine, dispatch, case.alter)?;
-        if case.for_sizes {
-            for rank in &group.ranks {
+        for rank in &group.ranks {
+            // Kernels that nobody else has: loading one later may have to wait for a kernel that waits for the loading rank.
+            if case.alter.is_some() {
+                rank.engine.prewarm_for(&config)?;
+            } else if case.for_sizes {
                 rank.engine.prewarm(&rank.engine.programs_for_sizes(&config)?)?;
             }
         }

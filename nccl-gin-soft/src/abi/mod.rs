@@ -78,17 +78,17 @@ pub const NET_DEVICE_GIN_PROXY: c_int = 2;
 /// Bytes of a listen handle (`NCCL_NET_HANDLE_MAXSIZE`).
 pub const HANDLE_SIZE: usize = 128;
 
-/// `ncclNetVDeviceProps_t`.
+/// `ncclNetVDeviceProps_t`, with room for as many devices as an adapter may consist of: eight, and four before NCCL 2.30.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub struct VirtualDevice {
+pub struct VirtualDevice<const N: usize = 8> {
     /// Devices that this one stands for.
     pub ndevs: c_int,
     /// Their numbers.
-    pub devs: [c_int; 8],
+    pub devs: [c_int; N],
 }
 
-/// `ncclNetProperties_v12_t`. Version 11, which goes with [`gin_v12`], has padding where the last two fields are.
+/// `ncclNetProperties_v12_t`. Version 11, which goes with [`gin_v12`], is [smaller](gin_v12::NetPropertiesV11).
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct NetProperties {
@@ -134,7 +134,7 @@ pub struct NetProperties {
 
 const _: () = {
     use std::mem::offset_of;
-    assert!(size_of::<VirtualDevice>() == 36);
+    assert!(size_of::<VirtualDevice>() == 36 && size_of::<VirtualDevice<4>>() == 20);
     assert!(size_of::<NetProperties>() == 128);
     assert!(offset_of!(NetProperties, guid) == 16);
     assert!(offset_of!(NetProperties, ptr_support) == 24);

@@ -8,6 +8,7 @@ mod tables;
 
 pub use tables::{GIN_V12, GIN_V13, RMA_V14};
 
+use crate::abi::gin_v12::NetPropertiesV11;
 use crate::abi::rma_v14::RmaConfig;
 use crate::abi::{
     HANDLE_SIZE, Logger, NET_DEVICE_GIN_PROXY, NetProperties, PTR_CUDA, PTR_DMABUF, PTR_HOST, ResultCode,
@@ -100,36 +101,43 @@ unsafe extern "C" fn devices(ndev: *mut c_int) -> ResultCode {
     run("devices", || unsafe { put(ndev, 1) })
 }
 
-unsafe extern "C" fn get_properties(dev: c_int, props: *mut NetProperties) -> ResultCode {
-    run("getProperties", || {
-        if dev != 0 {
-            return Err(Error::Argument(format!("device {dev} of 1")));
-        }
-        let dma_buf = if settings::dma_buf() { PTR_DMABUF } else { 0 };
-        let properties = NetProperties {
-            name: DEVICE.as_ptr(),
-            pci_path: std::ptr::null::<c_char>(),
-            guid: 0,
-            ptr_support: PTR_HOST | PTR_CUDA | dma_buf,
-            reg_is_global: 0,
-            force_flush: 0,
-            speed: 400_000,
-            port: 0,
-            latency: 0.0,
-            max_comms: 1 << 16,
-            max_recvs: 8,
-            net_device_type: NET_DEVICE_GIN_PROXY,
-            net_device_version: 0,
-            v_props: VirtualDevice { ndevs: 1, devs: [0; 8] },
-            max_p2p_bytes: 1 << 40,
-            max_coll_bytes: 1 << 40,
-            max_multi_request_size: 1,
-            rail_id: -1,
-            plane_id: -1,
-        };
-        // SAFETY: NCCL passes a valid place; in version 11 of the struct, which is as large, the last two fields are padding.
-        unsafe { put(props, properties) }
+/// What NCCL is told of the one device.
+fn properties(dev: c_int) -> Result<NetProperties> {
+    if dev != 0 {
+        return Err(Error::Argument(format!("device {dev} of 1")));
+    }
+    let dma_buf = if settings::dma_buf() { PTR_DMABUF } else { 0 };
+    Ok(NetProperties {
+        name: DEVICE.as_ptr(),
+        pci_path: std::ptr::null::<c_char>(),
+        guid: 0,
+        ptr_support: PTR_HOST | PTR_CUDA | dma_buf,
+        reg_is_global: 0,
+        force_flush: 0,
+        speed: 400_000,
+        port: 0,
+        latency: 0.0,
+        max_comms: 1 << 16,
+        max_recvs: 8,
+        net_device_type: NET_DEVICE_GIN_PROXY,
+        net_device_version: 0,
+        v_props: VirtualDevice { ndevs: 1, devs: [0; 8] },
+        max_p2p_bytes: 1 << 40,
+        max_coll_bytes: 1 << 40,
+        max_multi_request_size: 1,
+        rail_id: -1,
+        plane_id: -1,
     })
+}
+
+unsafe extern "C" fn get_properties(dev: c_int, props: *mut NetProperties) -> ResultCode {
+    // SAFETY: NCCL passes a valid place.
+    run("getProperties", || unsafe { put(props, properties(dev)?) })
+}
+
+unsafe extern "C" fn get_properties_v11(dev: c_int, props: *mut NetPropertiesV11) -> ResultCode {
+    // SAFETY: as above, for the smaller struct.
+    run("getProperties", || unsafe { put(props, properties(dev)?.into()) })
 }
 
 unsafe extern "C" fn listen(

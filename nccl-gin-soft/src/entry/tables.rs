@@ -7,7 +7,7 @@ use super::older::{
 use super::operations::{iflush, iget, iput, iput_signal, iput_signal_v14, progress, query_last_error, test};
 use super::{
     NAME, close_coll, close_listen, connect, create_context_v14, dereg_mr_sym, destroy_context, devices,
-    finalize, get_properties, init, listen, reg_dma_buf_v14, reg_v14,
+    finalize, get_properties, get_properties_v11, init, listen, reg_dma_buf_v14, reg_v14,
 };
 use crate::abi::gin_v12::GinV12;
 use crate::abi::gin_v13::GinV13;
@@ -71,7 +71,7 @@ pub static GIN_V12: GinV12 = GinV12 {
     name: NAME.as_ptr(),
     init,
     devices,
-    get_properties,
+    get_properties: get_properties_v11,
     listen,
     connect: connect_v12,
     create_context: create_context_v12,

@@ -5,7 +5,7 @@ use crate::memory::Memory;
 use crate::wire::At;
 use integration_tests::process::eventually;
 use nccl_gin_soft::LIBRARY;
-use nccl_gin_soft::abi::gin_v12::GinV12;
+use nccl_gin_soft::abi::gin_v12::{GinV12, NetPropertiesV11};
 use nccl_gin_soft::abi::gin_v13::GinV13;
 use nccl_gin_soft::abi::rma_v14::RmaV14;
 use nccl_gin_soft::abi::{HANDLE_SIZE, NetProperties, PTR_CUDA, ResultCode};
@@ -123,6 +123,14 @@ fn the_library_is_loaded_and_unloaded() {
             // NCCL's queues are 32 times this, a power of two.
             assert!((properties.max_recvs as u32).is_power_of_two());
             assert_eq!((v14.get_properties)(1, null_mut()), ResultCode::INVALID_ARGUMENT);
+            // The older form is smaller: what lies behind it is the caller's.
+            const BEHIND: u64 = 0xa5a5_a5a5_a5a5_a5a5;
+            let mut older = [BEHIND; size_of::<NetPropertiesV11>() / 8 + 4];
+            let place = older.as_mut_ptr().cast::<NetPropertiesV11>();
+            assert_eq!(((*v12).get_properties)(0, place), ResultCode::SUCCESS);
+            let told = place.read();
+            assert_eq!((told.net_device_type, told.max_recvs, told.max_multi_request_size), (2, 8, 1));
+            assert_eq!(older[size_of::<NetPropertiesV11>() / 8..], [BEHIND; 4]);
             let mut handle = [0u8; HANDLE_SIZE];
             assert_eq!((v14.listen)(context, 0, handle.as_mut_ptr().cast(), &mut door), ResultCode::SUCCESS);
             let mut handles = [handle.as_mut_ptr().cast()];

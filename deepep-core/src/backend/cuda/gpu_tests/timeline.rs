@@ -163,13 +163,14 @@ fn median(mut all: Vec<f64>) -> f64 {
 
 /// Number of warps, and the lowest, mean and highest of their medians over the runs.
 fn of_point(runs: &[Marks], point: usize, combine: bool) -> Option<(usize, [f64; 3])> {
+    let starts: Vec<_> = runs.iter().map(|marks| marks.start(combine)).collect();
     let of_warp = |warp: usize| {
-        let time = |marks: &Marks| {
-            let (time, start) = (marks.at(warp, point, combine), marks.start(combine)?);
+        let time = |(marks, start): (&Marks, &Option<u64>)| {
+            let (time, start) = (marks.at(warp, point, combine), (*start)?);
             // Earlier calls of a chain have left theirs, and a kernel may be entered before its start.
             (time >= start || (point < START && time != 0)).then(|| microseconds(time, start))
         };
-        let times: Vec<f64> = runs.iter().filter_map(time).collect();
+        let times: Vec<f64> = runs.iter().zip(&starts).filter_map(time).collect();
         // Work that is drawn goes to other warps every time.
         (!times.is_empty()).then(|| median(times))
     };

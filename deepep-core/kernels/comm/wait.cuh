@@ -75,11 +75,13 @@ __device__ __noinline__ void give_up(const Domain& d, Place at, bool mine, u64 e
 
 // At the start of a kernel, by one thread of each block: whether some rank gave up earlier. Then nothing is started, and the host of this
 // rank learns of it, too.
-DEVICE bool broken(const Domain& d, u32 operation, u32 epoch) {
-    if (!aborted(d)) return false;
+// `gave_up`: what its abort cell said.
+DEVICE bool broken(const Domain& d, u32 operation, u32 epoch, bool gave_up) {
+    if (!gave_up) return false;
     give_up(d, {operation, 0, epoch, d.rank, 0}, false, 0, 0, 0);
     return true;
 }
+DEVICE bool broken(const Domain& d, u32 operation, u32 epoch) { return broken(d, operation, epoch, aborted(d)); }
 
 // Polls `ready` until it is true. `ready(at, seen)` says what it saw, and may say in `at` what is missing, if it looks at several things at once.
 template <class Ready>

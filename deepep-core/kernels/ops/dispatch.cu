@@ -44,8 +44,8 @@ DEVICE void watch_plain(const Block& b) {
         if (!wait_equal(b.d, b.place(PHASE_DONE, b.lane, c), cell32(b.d, b.me, b.d.done) + b.lane * MAX_BLOCKS + c)) return;
 }
 
-// Named barrier of those who report; 0 is the whole block's.
-constexpr u32 REPORT_BARRIER = 1;
+// Named barriers, of a block's workers and of those who report; 0 is the whole block's.
+constexpr u32 WORKER_BARRIER = 1, REPORT_BARRIER = 2;
 
 // Plain, by the workers of block 0 but the closer: experts' tokens, from all blocks of all ranks, and what is said of them.
 DEVICE void report_plain(const Block& b, u32 over) {
@@ -77,8 +77,14 @@ DEVICE void work(const Block& b, const TokenLanes& lanes, const Share& share, It
         // Before anything else is on its way to other ranks or to the host: the release would wait for it.
         count_warp(b, &b.control.tables);
         MARK(b.d, D_TABLES);
-        if (b.warp == CLOSER && !publish_tables(b, &b.control.tables, false)) return;
-        if (!EXPANDED) publish_experts(b);
+        const bool published = b.warp != CLOSER || publish_tables(b, &b.control.tables, false);
+        if (!EXPANDED) {
+            count_later(b, lanes, share, items, over);
+            // All of them come here. What they counted is summed.
+            arch::barrier_sync(WORKER_BARRIER, 32 * b.workers());
+            publish_experts(b);
+        }
+        if (!published) return;
         if (over == RANKS) tell_tables(b, lanes, share, items, rows);
     }
     count_warp(b, &b.control.told);
@@ -107,18 +113,21 @@ DEVICE void work(const Block& b, const TokenLanes& lanes, const Share& share, It
 }
 
 // Whether this warp has rows left to move afterwards.
-DEVICE bool run_sender(const Block& b, Ring& ring, const TokenLanes& lanes, const Share& share, Items& items) {
+DEVICE bool run_sender(const Block& b, Ring& ring, const TokenLanes& lanes, const Share& share, const Given& given) {
     const bool carries = b.carries();
+    Items items;
     u32 over = RANKS;
     bool failed;
     i32 row = -1, index = -1;  // of a first row
     if (!b.cached()) {
-        if (!carries) count_tokens(b, lanes, share, items);
+        if (!carries) {
+            take_given_ids(b, lanes, share, 0, given, items);
+            count_tokens(b, lanes, share, items);
+        }
         MARK_IF(!carries, b.d, D_COUNTED);
         __syncthreads();
         publish_counts(b);
         MARK(b.d, D_PUBLISHED);
-        if (!EXPANDED && !carries) count_later(b, lanes, share, items);
         failed = !exchange_counts(b);
         MARK(b.d, D_EXCHANGED);
         if (!carries) {
@@ -170,20 +179,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
     const bool sends = blockIdx.x < p.senders, carries = b.carries();
     const TokenLanes lanes(b.lane, p.lanes);
     const Share share(b);
-    Items items;
+    Given given;
     Ring ring(b);
     if (carries) {
         ring.init(b.lane);
         if (sends) Sender(b, ring).prefetch();
     } else if (sends && !b.cached()) {
-        load_given_ids(b, lanes, share, 0, items);
+        load_given_ids(b, lanes, share, 0, given);
     }
+    // One behind the other they would take twice as long.
+    const bool gave_up = threadIdx.x == 0 && aborted(b.d);
     b.epoch = *epoch_counter(b.d, OPERATION_DISPATCH, blockIdx.x) + 1;
     // Movers have nothing to do yet.
     if (blockIdx.x == gridDim.x - 1 && b.warp == 0) publish_place(b);
     bool useless = false;
     if (threadIdx.x == 0) {
-        useless = broken(b.d, OPERATION_DISPATCH, b.epoch);
+        useless = broken(b.d, OPERATION_DISPATCH, b.epoch, gave_up);
         b.control.tables = b.control.told = b.control.summed = b.control.sent = b.control.unsent = 0;
         b.control.output[b.me] = (u64)b.own_output<u8>(0);
     }
@@ -203,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
         // The other parity's tickets belong to the next call. (Combine's among them are zeroed once more than they need be: no combine runs.)
         if (blockIdx.x == 0 && threadIdx.x < TICKET_KINDS)
             *(u32*)((u8*)b.ticket(threadIdx.x) + (b.parity() ? -1 : 1) * (i32)(TICKET_KINDS * CELL_LINE)) = 0;
-        moves = sends ? run_sender(b, ring, lanes, share, items) : carries;
+        moves = sends ? run_sender(b, ring, lanes, share, given) : carries;
     }
     if (moves) {
         Mover mover(b, ring);

@@ -27,23 +27,39 @@ DEVICE u32 count_experts(const Block& b, u16* counted, u32 same, i32 e) {
     return before;
 }
 
+// Plain: a worker counts its tokens by destination.
+DEVICE void count_ranks(const Block& b, const TokenLanes& l, const Share& share, Items& items) {
+    const u32 t0 = b.chunk(blockIdx.x), first = b.p.row_warps * b.p.stages;
+    u32 to_rank = 0;  // lane r: tokens for rank r
+    each_steps(b, l, share, items, [&](const Steps& steps) {
+        // Few tokens of a chunk are among the first.
+        if (steps.begin - t0 < first) {
+#pragma unroll
+            for (u32 r = 0; r < RANKS; r++)
+                steps.each_index(l, r, warp::get(to_rank, r), [&](u32 t, bool in, u32 group, i32 index) {
+                    if (in && l.k == 0 && t - t0 < first) *first_row_of(b, t - t0, r) = group ? b.warp << 16 | (u32)index : EMPTY;
+                });
+        }
+        to_rank += steps.number(b.lane);
+    });
+    if (b.lane < RANKS) b.control.to_rank[b.warp][b.lane] = to_rank;
+}
+
 // A worker counts its tokens by destination, and in the expanded layout by expert.
 DEVICE void count_tokens(const Block& b, const TokenLanes& l, const Share& share, Items& items) {
     u16* counted = b.counted(b.warp);
     for (u32 i = b.lane; i < b.pairs(); i += 32) ((u32*)counted)[i] = 0;
     warp::sync();
+    if (!EXPANDED) return count_ranks(b, l, share, items);
     const u32 t0 = b.chunk(blockIdx.x), first = b.p.row_warps * b.p.stages;
     u32 to_rank = 0;  // lane r: tokens for rank r
     each_step(l, share, [&](u32 t, bool in, u32 i) {
         i32 e = given_id(b, l, share, items, t, in, i);
-        u32 before = 0;
-        if (EXPANDED) {
-            const u32 same = same_expert(e, b.lane);
-            check_id(b, l, t, same, e);
-            keep_id(b, l, items, t, in, i, e);
-            before = count_experts(b, counted, same, e);
-        }
-        const i32 dest = e >= 0 ? e / (i32)b.p.local_experts : -1;
+        const u32 same = same_expert(e, b.lane);
+        check_id(b, l, t, same, e);
+        keep_id(b, l, items, t, in, i, e, e);
+        const u32 before = count_experts(b, counted, same, e);
+        const i32 dest = rank_of(b, e);
         const bool any_first = warp::any(in && t - t0 < first);
 #pragma unroll
         for (u32 r = 0; r < RANKS; r++) {
@@ -51,13 +67,11 @@ DEVICE void count_tokens(const Block& b, const TokenLanes& l, const Share& share
             const u32 firsts = first_to(l, dest, r, b.lane, group);
             if (any_first) {
                 const u32 index = warp::get(to_rank, r) + __popc(firsts & warp::below(l.first()));
-                const u32 lowest = group ? __ffs(group) - 1 : 0;
-                u32 place = 0;
-                if (EXPANDED) place = warp::get((u32)e << 16 | before, lowest);
+                const u32 place = warp::get((u32)e << 16 | before, group ? __ffs(group) - 1 : 0);
                 if (in && l.k == 0 && t - t0 < first) {
                     u32* at = first_row_of(b, t - t0, r);
                     at[0] = group ? b.warp << 16 | index : EMPTY;
-                    if (EXPANDED) at[1] = place;
+                    at[FIRST_WORDS - 1] = place;
                 }
             }
             if (b.lane == r) to_rank += __popc(firsts);
@@ -66,14 +80,14 @@ DEVICE void count_tokens(const Block& b, const TokenLanes& l, const Share& share
     if (b.lane < RANKS) b.control.to_rank[b.warp][b.lane] = to_rank;
 }
 
-// Plain, when the counts by destination are on their way: a worker counts its tokens by expert, and writes the ids that are valid.
-DEVICE void count_later(const Block& b, const TokenLanes& l, const Share& share, Items& items) {
+// Plain, when positions are known: a worker counts its tokens by expert, and writes the ids that are valid; none of them, if a rank receives too much.
+DEVICE void count_later(const Block& b, const TokenLanes& l, const Share& share, Items& items, u32 over) {
     u16* counted = b.counted(b.warp);
     each_step(l, share, [&](u32 t, bool in, u32 i) {
         i32 e = given_id(b, l, share, items, t, in, i);
         const u32 same = same_expert(e, b.lane);
         check_id(b, l, t, same, e);
-        keep_id(b, l, items, t, in, i, e);
+        keep_id(b, l, items, t, in, i, e, over == RANKS ? e : -1);
         count_experts(b, counted, same, e);
     });
 }

@@ -45,9 +45,24 @@ DEVICE void tell_rank(const Block& b, const TokenLanes& l, u32 r, u32 group, i32
     }
 }
 
+// Plain, from ids as they are given: where tokens go.
+DEVICE void write_rows(const Block& b, const TokenLanes& l, const Share& share, Items& items, u32 over) {
+    i32* sent_row = b.mine<i32>(b.p.sent_row);
+    i32 next = first_index(b);
+    each_steps(b, l, share, items, [&](const Steps& steps) {
+#pragma unroll
+        for (u32 r = 0; r < RANKS; r++)
+            steps.each_index(l, r, warp::get(next, r), [&](u32 t, bool in, u32 group, i32 index) {
+                if (in && l.k == 0) sent_row[(u64)t * RANKS + r] = group && over == RANKS ? index : -1;
+            });
+        next += (i32)steps.number(b.lane);
+    });
+}
+
 // A fresh dispatch: this rank's own tables, from the counts. Other warps wait for them, so that what other ranks are told comes afterwards, in tell_tables; but
 // for steps beyond AHEAD in the expanded layout, whose rows are not kept. Changes what the worker counted by expert.
 DEVICE void write_tables(const Block& b, const TokenLanes& l, const Share& share, Items& items, u32 over, i32 (&rows)[AHEAD]) {
+    if (!EXPANDED) return write_rows(b, l, share, items, over);
     u16* seen = b.counted(b.warp);
     i32* topk = b.mine<i32>(b.p.topk);
     i32* sent_row = b.mine<i32>(b.p.sent_row);
@@ -56,36 +71,33 @@ DEVICE void write_tables(const Block& b, const TokenLanes& l, const Share& share
     i32 next = first_index(b);
     each_step(l, share, [&](u32 t, bool in, u32 i) {
         const u64 at = (u64)t * b.p.lanes + l.k;
-        const bool tell = EXPANDED && i >= AHEAD;
+        const bool tell = i >= AHEAD;
         i32 e = kept_id(b, l, share, items, t, in, i);
         const float weight = tell ? weight_of(b, l, share, items, t, in, i) : 0.f;
         if (over != RANKS) {
             e = -1;
             if (in) topk[at] = -1;
         }
-        const i32 dest = e >= 0 ? e / (i32)b.p.local_experts : -1;
+        const i32 dest = rank_of(b, e);
         i32 row = -1;
-        if (EXPANDED) {
-            const u32 same = same_expert(e, b.lane);
-            if (e >= 0) row = b.base()[e] + seen[e] + __popc(same & warp::below(b.lane));
-            warp::sync();
-            if (e >= 0 && (same & warp::below(b.lane)) == 0) seen[e] += __popc(same);
-            warp::sync();
-            const i32 own = dest == (i32)b.me ? row : -1;
-            if (in) own_row[at] = own;
-            if (tell) write_own_weight(b, own, weight);
+        const u32 same = same_expert(e, b.lane);
+        if (e >= 0) row = b.base()[e] + seen[e] + __popc(same & warp::below(b.lane));
+        warp::sync();
+        if (e >= 0 && (same & warp::below(b.lane)) == 0) seen[e] += __popc(same);
+        warp::sync();
+        const i32 own = dest == (i32)b.me ? row : -1;
+        if (in) own_row[at] = own;
+        if (tell) write_own_weight(b, own, weight);
 #pragma unroll
-            for (u32 j = 0; j < AHEAD; j++)
-                if (i == j) rows[j] = row;
-        }
+        for (u32 j = 0; j < AHEAD; j++)
+            if (i == j) rows[j] = row;
         each_rank(b, l, dest, next, [&](u32 r, u32 group, i32 index) {
-            i32 first_row = index;
-            if (EXPANDED) first_row = warp::get(row, group ? __ffs(group) - 1 : 0);
+            const i32 first_row = warp::get(row, group ? __ffs(group) - 1 : 0);
             if (!in) return;
             if (tell && group) tell_rank(b, l, r, group, index, t, e, dest, row, weight);
             if (l.k == 0) {
                 sent_row[(u64)t * RANKS + r] = group ? first_row : -1;
-                if (EXPANDED) sent_index[(u64)t * RANKS + r] = group ? index : -1;
+                sent_index[(u64)t * RANKS + r] = group ? index : -1;
             }
         });
     });
@@ -101,7 +113,7 @@ DEVICE void tell_tables(const Block& b, const TokenLanes& l, const Share& share,
         if (EXPANDED && i >= AHEAD) return;
         const i32 e = kept_id(b, l, share, items, t, in, i);
         const float weight = weight_of(b, l, share, items, t, in, i);
-        const i32 dest = e >= 0 ? e / (i32)b.p.local_experts : -1, row = EXPANDED ? select(rows, i) : -1;
+        const i32 dest = rank_of(b, e), row = EXPANDED ? select(rows, i) : -1;
         write_own_weight(b, dest == (i32)b.me ? row : -1, weight);
         each_rank(b, l, dest, next, [&](u32 r, u32 group, i32 index) {
             if (in && group) tell_rank(b, l, r, group, index, t, e, dest, row, weight);
@@ -118,7 +130,7 @@ DEVICE void write_outputs(const Block& b, const TokenLanes& l, const Share& shar
         const u64 at = (u64)t * b.p.lanes + l.k;
         const i32 e = load_valid(b, t, l.k);
         const float weight = weight_of(b, l, share, items, t, in, i);
-        const i32 dest = e >= 0 ? e / (i32)b.p.local_experts : -1;
+        const i32 dest = rank_of(b, e);
         if (EXPANDED) write_own_weight(b, own_row[at], weight);
 #pragma unroll
         for (u32 r = 0; r < RANKS; r++) {

@@ -31,6 +31,18 @@ struct Share {
     }
 };
 
+// Rank of an expert; −1 for none. Compared with all ranks' first ones: a division takes longer.
+DEVICE i32 rank_of(const Block& b, i32 expert) {
+    i32 r = expert >= 0 ? 0 : -1;
+#pragma unroll
+    for (u32 i = 1; i < RANKS; i++) r += expert >= (i32)(i * b.p.local_experts);
+    return r;
+}
+
+// Ids of AHEAD steps on their way, as they are given: nothing may be done with them before all else is on its way.
+struct Given {
+    Id id[AHEAD];
+};
 // Ids and weights of AHEAD steps. An id is an expert, −1, or −2 for one that is out of range.
 struct Items {
     i32 expert[AHEAD];
@@ -63,13 +75,16 @@ DEVICE u64 ahead_at(const Block& b, const TokenLanes& l, const Share& share, u32
 DEVICE bool ahead_in(const TokenLanes& l, const Share& share, u32 i) {
     return l.active() && share.begin + i * l.per_step + l.group < share.end;
 }
-DEVICE void load_given_ids(const Block& b, const TokenLanes& l, const Share& share, u32 from, Items& items) {
+DEVICE void load_given_ids(const Block& b, const TokenLanes& l, const Share& share, u32 from, Given& given) {
     if (share.begin == share.end) return;
-    Id given[AHEAD];
 #pragma unroll
-    for (u32 i = 0; i < AHEAD; i++) given[i] = (Id)arch::ld_stream((const UnsignedId*)b.p.topk_idx + ahead_at(b, l, share, from + i));
+    for (u32 i = 0; i < AHEAD; i++) given.id[i] = (Id)arch::ld_stream((const UnsignedId*)b.p.topk_idx + ahead_at(b, l, share, from + i));
+}
+// Those of steps that the share does not have are −1.
+DEVICE void take_given_ids(const Block& b, const TokenLanes& l, const Share& share, u32 from, const Given& given, Items& items) {
+    if (share.begin == share.end) return;
 #pragma unroll
-    for (u32 i = 0; i < AHEAD; i++) items.expert[i] = ahead_in(l, share, from + i) ? known_expert(b.p, given[i]) : -1;
+    for (u32 i = 0; i < AHEAD; i++) items.expert[i] = ahead_in(l, share, from + i) ? known_expert(b.p, given.id[i]) : -1;
 }
 // Again, as they were kept.
 DEVICE void load_kept_ids(const Block& b, const TokenLanes& l, const Share& share, u32 from, Items& items) {
@@ -103,17 +118,22 @@ DEVICE void each_step(const TokenLanes& l, const Share& share, Step step) {
 DEVICE bool reload(u32 i) { return EXPANDED && i > 0 && i % AHEAD == 0; }
 // The id of a step as it was given; `keep_id` changes it.
 DEVICE i32 given_id(const Block& b, const TokenLanes& l, const Share& share, Items& items, u32 t, bool in, u32 i) {
-    if (reload(i)) load_given_ids(b, l, share, i, items);
+    if (reload(i)) {
+        Given given;
+        load_given_ids(b, l, share, i, given);
+        take_given_ids(b, l, share, i, given, items);
+    }
     if (EXPANDED) return select(items.expert, i % AHEAD);
     return i < AHEAD ? select(items.expert, i) : in ? load_expert(b.p, t, l.k) : -1;
 }
-DEVICE void keep_id(const Block& b, const TokenLanes& l, Items& items, u32 t, bool in, u32 i, i32 e) {
+// `kept`: what the handle says of it.
+DEVICE void keep_id(const Block& b, const TokenLanes& l, Items& items, u32 t, bool in, u32 i, i32 e, i32 kept) {
     if (!EXPANDED) {
 #pragma unroll
         for (u32 j = 0; j < AHEAD; j++)
             if (i == j) items.expert[j] = e;
     }
-    if (in) b.mine<i32>(b.p.topk)[(u64)t * b.p.lanes + l.k] = e;
+    if (in) b.mine<i32>(b.p.topk)[(u64)t * b.p.lanes + l.k] = kept;
 }
 // The id as it was kept.
 DEVICE i32 kept_id(const Block& b, const TokenLanes& l, const Share& share, Items& items, u32 t, bool in, u32 i) {
@@ -134,4 +154,58 @@ DEVICE u32 first_to(const TokenLanes& l, i32 dest, u32 r, u32 lane, u32& group) 
     const u32 all = warp::ballot(dest == (i32)r);
     group = all & l.mask();
     return warp::ballot(dest == (i32)r && (group & warp::below(lane)) == 0);
+}
+
+// Plain: steps that are looked at side by side, since one behind the other each would wait for its votes.
+struct Steps {
+    static constexpr u32 MANY = RANKS <= 2 ? 4 : RANKS <= 4 ? 2 : 1;
+
+    u32 begin, end, per_step;                        // first token of all, end of the share, tokens of a step
+    u32 firsts[MANY][RANKS], group[MANY][RANKS];     // as of `first_to`
+
+    // Calls `each(token, in, group, index)` for the tokens of all steps, `index` counting those that go to rank r from `index` on.
+    template <class Each>
+    DEVICE void each_index(const TokenLanes& l, u32 r, i32 index, Each each) const {
+#pragma unroll
+        for (u32 j = 0; j < MANY; j++) {
+            const u32 t = begin + j * per_step + l.group;
+            each(t, l.active() && t < end, group[j][r], index + (i32)__popc(firsts[j][r] & warp::below(l.first())));
+            index += (i32)__popc(firsts[j][r]);
+        }
+    }
+    // Tokens that go to rank r; 0 for others.
+    DEVICE u32 number(u32 r) const {
+        u32 n = 0;
+#pragma unroll
+        for (u32 i = 0; i < RANKS; i++)
+#pragma unroll
+            for (u32 j = 0; j < MANY; j++)
+                if (i == r) n += __popc(firsts[j][i]);
+        return n;
+    }
+};
+// Calls `work(steps)` for all of a worker's steps, with their ids as they are.
+template <class Work>
+DEVICE void each_steps(const Block& b, const TokenLanes& l, const Share& share, Items& items, Work work) {
+    u32 i0 = 0;
+#pragma unroll 1
+    for (u32 t0 = share.begin; t0 < share.end; t0 += Steps::MANY * l.per_step, i0 += Steps::MANY) {
+        Steps steps;
+        steps.begin = t0;
+        steps.end = share.end;
+        steps.per_step = l.per_step;
+#pragma unroll
+        for (u32 j = 0; j < Steps::MANY; j++) {
+            const u32 t = t0 + j * l.per_step + l.group;
+            i32 e = -1;
+#pragma unroll
+            for (u32 i = 0; i < AHEAD; i += Steps::MANY)
+                if (i == i0) e = items.expert[i + j];
+            if (i0 >= AHEAD && l.active() && t < share.end) e = load_expert(b.p, t, l.k);
+            const i32 dest = rank_of(b, e);
+#pragma unroll
+            for (u32 r = 0; r < RANKS; r++) steps.firsts[j][r] = first_to(l, dest, r, b.lane, steps.group[j][r]);
+        }
+        work(steps);
+    }
 }

@@ -6,6 +6,9 @@
 // flags. The chain bulk store → wait_group → release.cta → acquire.cta → fence.sys → flag orders the row before its flag for every
 // rank, and also everything that was ordered before the row warp's hand-over, such as metadata written before a block barrier.
 //
+// A thread that has nothing else to do stores its last flag itself, with a release: the announcer may be in the middle of a fence, and would begin another
+// one. Its own flags before are on their way to other ranks, and each fence waits for them, too.
+//
 // The announcer waits for no row warp, so that row warps can wait for it. (Before it starts it may wait for peers whose kernel a sender waits for anyway.)
 #pragma once
 #include "common/warp.cuh"
@@ -38,6 +41,13 @@ DEVICE bool hand_in(const Domain& d, Mailboxes& m, const Place& at, u32 code, u3
     });
     if (free) arch::st_release_cta_shared(box, code);
     return free;
+}
+
+// Announces one flag without the announcer; the caller's stores for it have completed. `flags` as for `announce`.
+template <class Flags>
+DEVICE void announce_alone(u32 code, u32 epoch, Flags flags) {
+    const u32 rank = code >> CODE_RANK_SHIFT, cell = code & ((1u << CODE_RANK_SHIFT) - 1);
+    arch::st_release_sys(flags(rank) + cell, epoch);
 }
 
 // By one thread of a row warp, after the last hand-in of all its lanes and a warp barrier.

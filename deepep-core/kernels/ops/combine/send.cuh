@@ -214,7 +214,8 @@ struct Sender {
         if (ok) weights.flush();
         if (loading) let_end(b.d, [&] { return arch::mbarrier_try_wait(bars + b.lane, phase); });
         arch::bulk_wait();
-        if (ok) publish();
+        warp::sync();
+        if (ok && flag != EMPTY) announce_alone(flag, b.epoch, [&](u32 r) { return b.arrived(r); });
         warp::sync();
         if (b.lane == 0) hand_in_done(b.control.mail);
         MARK(b.d, C_SEND_END);

@@ -222,7 +222,8 @@ struct Sender {
             for (u32 i = 0; i < ring.count; i++) {
                 if (owns((ring.head + i) % ring.count)) {
                     arch::bulk_wait();
-                    if (ok) publish();
+                    if (ok && i + 1 < ring.count) publish();
+                    else if (ok && index >= 0) announce_alone(rank() << CODE_RANK_SHIFT | index, b.epoch, [&](u32 r) { return cell32(b.d, r, b.d.ready); });
                 }
                 warp::sync();
             }

@@ -7,7 +7,7 @@
 // With PULL reducers read rows where the experts left them (ops/combine/pull.cuh): all of them, and then nobody sends, or some. They wait
 // for `started` of all peers, and at the end the announcers wait for the reducers of all ranks, who wait for nobody that waits for them.
 //
-// Order: a row's bulk stores complete → a lane hands the flag in (release.cta) → the announcer acquires, fences at system scope, stores
+// Order (a warp's last flags are released by itself): a row's bulk stores complete → a lane hands the flag in (release.cta) → the announcer acquires, fences at system scope, stores
 // `arrived` → a reducer's lane acquires it → warp barrier → proxy fence → bulk loads.
 #include "arch/launch.cuh"
 #include "ops/combine/reduce.cuh"

@@ -8,7 +8,7 @@
 // stands before it, so that ranks can't block each other; a rank that never comes ends every wait at its deadline (comm/wait.cuh).
 //
 // Order: a row is complete when its bulk group is (wait_group, not .read). Plain: row warps count themselves done, then one thread stores `done` with release
-// at system scope. Expanded: the announcer's fence (comm/announce.cuh). Peers' slots are written only after their place cell was
+// at system scope. Expanded: the announcer's fence, or the release of a last flag (comm/announce.cuh). Peers' slots are written only after their place cell was
 // acquired, which says that their earlier readers have ended.
 #include "arch/launch.cuh"
 #include "ops/dispatch/move.cuh"

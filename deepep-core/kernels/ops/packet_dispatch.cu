@@ -10,7 +10,7 @@
 #include "arch/launch.cuh"
 #include "ops/packets/place.cuh"
 
-// At most half of the registers of a multiprocessor: the next kernel starts early beside this one. Among more than two ranks only if sizes are constants.
+// At most half of the registers of a multiprocessor: another dispatch starts early beside this one. Among more than two ranks only if sizes are constants.
 constexpr u32 BESIDE = FIXED || RANKS <= 2 ? 2 : 1;
 extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_dispatch(const __grid_constant__ PacketDispatchParams q) {
     extern __shared__ __align__(128) u8 shared[];

@@ -1,6 +1,6 @@
 //! Rows of small batches: data and flag in one packet.
 
-use super::{CombineShape, Cursor, DispatchShape, WorkspaceLayout};
+use super::{CombineShape, Cursor, DispatchShape, MAX_EXPERTS, WorkspaceLayout};
 
 /// Most tokens of a rank for which rows travel in packets.
 pub const MAX_PACKET_TOKENS: usize = 256;
@@ -10,6 +10,8 @@ pub const PACKET_BYTES: usize = 16;
 pub const GROUP_PACKETS: usize = 4;
 /// Bytes of such a piece.
 pub const GROUP_BYTES: usize = 56;
+// An id has 12 bits in a packet, and all of them set for none.
+const _: () = assert!(MAX_EXPERTS < (1 << 12));
 /// Bytes of bit maps that a block can hold: a bit for each expert and token.
 const MAX_MAP_BYTES: usize = 64 << 10;
 

@@ -6,6 +6,7 @@
 #include "comm/begun.cuh"
 
 constexpr u32 MAX_STAGES = 8;
+static_assert(32 % MAX_STAGES == 0, "a stage's lane has every MAX_STAGES-th mailbox");
 // Rows of a token are summed before they travel. Then a token goes in parts: each is summed, sent, announced and reduced for itself, by whoever comes next.
 constexpr bool SUMS = EXPANDED && REDUCE_FIRST;
 

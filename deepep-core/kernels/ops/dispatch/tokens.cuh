@@ -160,6 +160,8 @@ DEVICE u32 first_to(const TokenLanes& l, i32 dest, u32 r, u32 lane, u32& group) 
 struct Steps {
     static constexpr u32 MANY = RANKS <= 2 ? 4 : RANKS <= 4 ? 2 : 1;
 
+    static_assert(AHEAD % MANY == 0, "steps are taken from what was loaded ahead");
+
     u32 begin, end, per_step;                        // first token of all, end of the share, tokens of a step
     u32 firsts[MANY][RANKS], group[MANY][RANKS];     // as of `first_to`
 

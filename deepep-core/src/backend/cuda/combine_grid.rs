@@ -61,6 +61,9 @@ impl CombineChoices {
     }
 }
 
+/// Stages of a warp, or batches in its ring, at most: one barrier each, and each stage's lane has every `MAX_STAGES`-th mailbox of its warp.
+const MAX_STAGES: usize = 8;
+
 /// Warps of a combine block that send, stages of each, warps that reduce, and pieces in the rings of the latter (in the plain layout the ranks settle
 /// that number) and of senders that sum, at most. In a combine that pulls `pieces` are batches in a ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,7 +86,7 @@ impl CombineRoles {
     /// it gets the larger part of shared memory; two slots are enough for what it has summed.
     fn for_shape(shape: &CombineShape, blocks: usize, available: usize) -> Self {
         let (row_warps, stages) = match (shape.sums(), blocks) {
-            (true, _) => (5, 2),
+            (true, _) => (6, 2),
             (false, 56..) => (1, 3),
             (false, 28..) => (1, 2),
             (false, 12..) => (2, 2),
@@ -100,10 +103,10 @@ impl CombineRoles {
         // Plain layout: batches of a row from every rank.
         let pieces = match shape.placement {
             Placement::Plain => 2,
-            Placement::Expanded if shape.sums() => 7,
+            Placement::Expanded if shape.sums() => 6,
             Placement::Expanded => 8,
         };
-        Self { row_warps, stages, reducers, pieces, sender_pieces: 12 }
+        Self { row_warps, stages, reducers, pieces, sender_pieces: 10 }
     }
 
     /// Few pieces a row first, then many warps.
@@ -131,7 +134,7 @@ impl CombineGrid {
     const PIECE_STEP: usize = 512;
 
     /// Batches in a ring at most: one barrier each.
-    const MOST_BATCHES: usize = 8;
+    const MOST_BATCHES: usize = MAX_STAGES;
     /// From so many tokens for each warp on they are drawn by ticket: a warp that pulls has drawn two ahead, one that sends sums four.
     const DRAWN_FROM: [usize; 2] = [6, 10];
 
@@ -184,7 +187,8 @@ impl CombineGrid {
         }
         let row_warps = row_warps.min(stages);
         let summing = summing.min(row_warps);
-        let depth = stages.checked_div(row_warps).map_or(0, |most| wanted.stages.clamp(1, 8).min(most));
+        let depth =
+            stages.checked_div(row_warps).map_or(0, |most| wanted.stages.clamp(1, MAX_STAGES).min(most));
         let rings = row_warps * depth * stage_bytes;
         let left = available - rings;
         let (pieces, sender_pieces, piece_bytes) = if plain {
@@ -257,9 +261,9 @@ mod tests {
             MAX_SUM_PARTS,
         )
         .unwrap();
-        assert_eq!((g.row_warps, g.stages, g.sender_pieces, g.reducers, g.pieces), (5, 2, 12, 5, 7));
+        assert_eq!((g.row_warps, g.stages, g.sender_pieces, g.reducers, g.pieces), (6, 2, 10, 5, 6));
         assert!(g.control + COMBINE_CONTROL_BYTES <= HOPPER.shared_bytes);
-        // Seven pieces in three parts: 12288 parts for 660 warps.
+        // Seven pieces in three parts: 12288 parts for 792 warps.
         assert!(g.parts == 3 && g.draws(4096) && !CombineGrid { parts: 1, ..g }.draws(4096));
         let sums = combine(2, 8, Placement::Expanded, true);
         assert_eq!([1, 2, 4].map(|most| formula.parts(&sums, most)), [1, 2, 3]);

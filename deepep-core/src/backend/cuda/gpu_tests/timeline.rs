@@ -87,7 +87,7 @@ const COMBINE: &[Point] = &[
     ("C_PERMITTED", "senders: peers have started"),
     ("C_SENT_FIRST", "senders: first row's or part's stores issued"),
     ("C_SENT_LAST", "senders: last row's or part's stores issued"),
-    ("C_SEND_END", "senders: all stores complete, handed in"),
+    ("C_SEND_END", "senders: all stores complete, last flags told"),
     ("C_ANNOUNCED", "announcer: all flags stored"),
     ("C_ARRIVED_FIRST", "reducers: first rows from a peer there"),
     ("C_ARRIVED_LAST", "reducers: last rows from a peer there"),

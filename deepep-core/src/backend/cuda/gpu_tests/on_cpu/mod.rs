@@ -120,7 +120,6 @@ fn calls_that_differ_end_on_cpus() {
                 case
             };
             let same = case(8, 256);
-            // Weights of one's few lanes lie where the other looks for ids.
             for (name, other, digests) in [
                 ("top-k in dispatch", case(4, 256), [55, 56]),
                 ("top-k in dispatch, the other way round", case(11, 256), [55, 56]),

@@ -59,6 +59,10 @@ fn kernels_for_sizes_give_the_oracles_bits_on_cpus() {
         (odd.tokens, odd.hidden, odd.alignment) = (vec![37, 0, 9], 264, 8);
         (odd.zero_padding, odd.biases) = (placement == Placement::Expanded, 1);
         cases.push(odd);
+        // More ids than one packet has.
+        let mut many = case(2, 5, placement);
+        (many.topk, many.experts) = (19, 40);
+        cases.push(many);
         let mut one = case(2, 1, placement);
         (one.topk, one.experts) = (3, 8);
         cases.push(one);

@@ -7,6 +7,9 @@
 //! sends them with kernels for all sizes, `DEEPEP_TEST_EARLY=1` launches kernels early, on devices with one rank, and
 //! `DEEPEP_TEST_COOPERATIVE=1` says whether the driver refuses grids that can't be resident as a whole (by default if they are not early). Ranks may share a device;
 //! then nothing crosses a link, and the times say what the kernels cost without one.
+//!
+//! `DEEPEP_TEST_ALTER='from=>to~~from=>to'` replaces text in the kernels' headers before they are compiled: what a part costs is seen when it is left out.
+//! Results are not looked at then.
 
 use cuda_vmm::sys::{CUgraph, CUgraphExec, CUstreamCaptureMode};
 
@@ -281,6 +284,19 @@ fn variants(ranks: usize, tokens: usize, placement: Placement) -> Vec<(String, C
     all
 }
 
+/// What is to be replaced in the kernels' headers.
+fn edits() -> Option<String> {
+    std::env::var("DEEPEP_TEST_ALTER").ok()
+}
+
+fn edited(_: &str, mut text: String) -> String {
+    for edit in edits().unwrap_or_default().split("~~") {
+        let (from, to) = edit.split_once("=>").unwrap_or_else(|| panic!("{edit:?} is no `from=>to`"));
+        text = text.replace(from, to);
+    }
+    text
+}
+
 /// `only`: names of operations, or nothing for all.
 fn times_of(machine: &Machine, case: &Case, only: &str) -> Outcome<String> {
     let mut line = String::new();
@@ -289,6 +305,8 @@ fn times_of(machine: &Machine, case: &Case, only: &str) -> Outcome<String> {
     if wanted.is_empty() {
         return Ok(line);
     }
+    let altered = Case { alter: case.alter.or(edits().map(|_| edited as crate::jit::Alter)), ..case.clone() };
+    let case = &altered;
     let bench = Bench::new(machine, case)?;
     let combines = wanted.iter().any(|(_, operation)| operation.combines());
     let round = if combines { Round::drawn(case, 1) } else { Round::of_dispatch(case, 1) };
@@ -298,6 +316,9 @@ fn times_of(machine: &Machine, case: &Case, only: &str) -> Outcome<String> {
     for (name, operation) in wanted {
         let [single, chained, graph] = bench.time(operation)?;
         line += &format!(" {name} {single:.1} ({chained:.1}, {graph:.1});");
+    }
+    if edits().is_some() {
+        return Ok(line + " of altered kernels, unchecked");
     }
     if case.roles.is_none() {
         bench.check_dispatch(&round, &round.inputs, 0, 0, false)?;

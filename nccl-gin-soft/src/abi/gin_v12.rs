@@ -1,56 +1,10 @@
 //! `ncclGinPlugin_v12`: 2.29.7. Neither gets nor flushes.
 
-use super::{Logger, NetProperties, ResultCode, VirtualDevice};
+use super::{Logger, NetProperties, ResultCode};
 use std::ffi::{c_char, c_int, c_void};
 
-/// `ncclNetProperties_v11_t`: what fields mean is said at [`NetProperties`]. It is smaller, and NCCL has it on its stack.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-#[allow(missing_docs)]
-pub struct NetPropertiesV11 {
-    pub name: *const c_char,
-    pub pci_path: *const c_char,
-    pub guid: u64,
-    pub ptr_support: c_int,
-    pub reg_is_global: c_int,
-    pub force_flush: c_int,
-    pub speed: c_int,
-    pub port: c_int,
-    pub latency: f32,
-    pub max_comms: c_int,
-    pub max_recvs: c_int,
-    pub net_device_type: c_int,
-    pub net_device_version: c_int,
-    pub v_props: VirtualDevice<4>,
-    pub max_p2p_bytes: usize,
-    pub max_coll_bytes: usize,
-    pub max_multi_request_size: c_int,
-}
-
-impl From<NetProperties> for NetPropertiesV11 {
-    fn from(p: NetProperties) -> Self {
-        let [a, b, c, d, ..] = p.v_props.devs;
-        Self {
-            name: p.name,
-            pci_path: p.pci_path,
-            guid: p.guid,
-            ptr_support: p.ptr_support,
-            reg_is_global: p.reg_is_global,
-            force_flush: p.force_flush,
-            speed: p.speed,
-            port: p.port,
-            latency: p.latency,
-            max_comms: p.max_comms,
-            max_recvs: p.max_recvs,
-            net_device_type: p.net_device_type,
-            net_device_version: p.net_device_version,
-            v_props: VirtualDevice { ndevs: p.v_props.ndevs, devs: [a, b, c, d] },
-            max_p2p_bytes: p.max_p2p_bytes,
-            max_coll_bytes: p.max_coll_bytes,
-            max_multi_request_size: p.max_multi_request_size,
-        }
-    }
-}
+/// `ncclNetProperties_v11_t`.
+pub type NetPropertiesV11 = NetProperties<4, ()>;
 
 /// The table, in the order of the C struct. What each function does is said at [`RmaV14`](super::rma_v14::RmaV14); here only what differs.
 #[derive(Clone, Copy, Debug)]

@@ -88,10 +88,21 @@ pub struct VirtualDevice<const N: usize = 8> {
     pub devs: [c_int; N],
 }
 
-/// `ncclNetProperties_v12_t`. Version 11, which goes with [`gin_v12`], is [smaller](gin_v12::NetPropertiesV11).
+/// What `ncclNetProperties_v12_t` ends with, and version 11 does not.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
-pub struct NetProperties {
+pub struct Rails {
+    /// Rail; -1 if not known.
+    pub rail_id: i16,
+    /// Plane; -1 if not known.
+    pub plane_id: i16,
+}
+
+/// `ncclNetProperties_v12_t`; with room for four devices and no rails `ncclNetProperties_v11_t`, which goes with [`gin_v12`]. NCCL has either on its stack:
+/// nothing may be written behind the smaller one.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct NetProperties<const DEVICES: usize = 8, End = Rails> {
     /// Name, for logs. Must not be a network interface's: NCCL would take the two for one.
     pub name: *const c_char,
     /// Path of the PCI device below `/sys`; null puts the device under the first CPU.
@@ -119,17 +130,15 @@ pub struct NetProperties {
     /// Version of the offload.
     pub net_device_version: c_int,
     /// What the device consists of.
-    pub v_props: VirtualDevice,
+    pub v_props: VirtualDevice<DEVICES>,
     /// Largest transfer between two ranks.
     pub max_p2p_bytes: usize,
     /// Largest collective transfer.
     pub max_coll_bytes: usize,
     /// Requests that one call may combine.
     pub max_multi_request_size: c_int,
-    /// Rail; -1 if not known.
-    pub rail_id: i16,
-    /// Plane; -1 if not known.
-    pub plane_id: i16,
+    /// What this version has more.
+    pub end: End,
 }
 
 const _: () = {
@@ -144,5 +153,5 @@ const _: () = {
     assert!(offset_of!(NetProperties, v_props) == 64);
     assert!(offset_of!(NetProperties, max_p2p_bytes) == 104);
     assert!(offset_of!(NetProperties, max_multi_request_size) == 120);
-    assert!(offset_of!(NetProperties, rail_id) == 124);
+    assert!(offset_of!(NetProperties, end) == 124);
 };

@@ -11,8 +11,8 @@ pub use tables::{GIN_V12, GIN_V13, RMA_V14};
 use crate::abi::gin_v12::NetPropertiesV11;
 use crate::abi::rma_v14::RmaConfig;
 use crate::abi::{
-    HANDLE_SIZE, Logger, NET_DEVICE_GIN_PROXY, NetProperties, PTR_CUDA, PTR_DMABUF, PTR_HOST, ResultCode,
-    VirtualDevice,
+    HANDLE_SIZE, Logger, NET_DEVICE_GIN_PROXY, NetProperties, PTR_CUDA, PTR_DMABUF, PTR_HOST, Rails,
+    ResultCode, VirtualDevice,
 };
 use crate::comm::Comm;
 use crate::error::{Error, Result};
@@ -102,7 +102,7 @@ unsafe extern "C" fn devices(ndev: *mut c_int) -> ResultCode {
 }
 
 /// What NCCL is told of the one device.
-fn properties(dev: c_int) -> Result<NetProperties> {
+fn properties<const DEVICES: usize, End>(dev: c_int, end: End) -> Result<NetProperties<DEVICES, End>> {
     if dev != 0 {
         return Err(Error::Argument(format!("device {dev} of 1")));
     }
@@ -121,23 +121,22 @@ fn properties(dev: c_int) -> Result<NetProperties> {
         max_recvs: 8,
         net_device_type: NET_DEVICE_GIN_PROXY,
         net_device_version: 0,
-        v_props: VirtualDevice { ndevs: 1, devs: [0; 8] },
+        v_props: VirtualDevice { ndevs: 1, devs: [0; DEVICES] },
         max_p2p_bytes: 1 << 40,
         max_coll_bytes: 1 << 40,
         max_multi_request_size: 1,
-        rail_id: -1,
-        plane_id: -1,
+        end,
     })
 }
 
 unsafe extern "C" fn get_properties(dev: c_int, props: *mut NetProperties) -> ResultCode {
     // SAFETY: NCCL passes a valid place.
-    run("getProperties", || unsafe { put(props, properties(dev)?) })
+    run("getProperties", || unsafe { put(props, properties(dev, Rails { rail_id: -1, plane_id: -1 })?) })
 }
 
 unsafe extern "C" fn get_properties_v11(dev: c_int, props: *mut NetPropertiesV11) -> ResultCode {
     // SAFETY: as above, for the smaller struct.
-    run("getProperties", || unsafe { put(props, properties(dev)?.into()) })
+    run("getProperties", || unsafe { put(props, properties(dev, ())?) })
 }
 
 unsafe extern "C" fn listen(

@@ -10,9 +10,9 @@ use cuda_vmm_emu::Emulator;
 use nccl_gin::sys::{Nccl, ncclComm_t, ncclConfig_t, ncclResult_t, ncclTeam, ncclUniqueId, ncclWindow_t};
 use nccl_gin::{Config, Device, UniqueId};
 use std::ffi::{CStr, c_int};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const MIB: usize = 1 << 20;
 const OK: ncclResult_t = ncclResult_t::ncclSuccess;
@@ -274,10 +274,27 @@ fn a_heap_of_everybodys_host_memory_needs_a_setting() {
     let child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "symmetric::window::tests::with_the_setting", "--ignored"])
         .env("NCCL_SYM_REUSE_SYSMEM_HANDLES", "1")
-        .output()
+        .stdout(Stdio::piped())
+        .spawn()
         .unwrap();
-    let text = String::from_utf8_lossy(&child.stdout);
-    assert!(child.status.success() && text.contains("1 passed"), "{text}");
+    let text = said_in_time(child);
+    assert!(text.contains("1 passed"), "{text}");
+}
+
+/// What a child says that ends well. It says less than a pipe holds.
+fn said_in_time(mut child: Child) -> String {
+    let deadline = Instant::now() + Duration::from_secs(120);
+    while child.try_wait().unwrap().is_none() {
+        if Instant::now() > deadline {
+            child.kill().unwrap();
+            panic!("the child runs for longer than two minutes");
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let output = child.wait_with_output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}");
+    text
 }
 
 #[test]

@@ -3,7 +3,7 @@
 
     benches/peers/compare.py --deepep target/release/deepep --wheels wheels --tokens 128 4096 8192 --json out.json
 
-In each round `deepep bench`, DeepEP V2.1 (deep_ep.py) and the all-to-all of torch and NCCL (all_to_all.py) run one after the other in processes
+In each round `deepep bench`, DeepEP V2.1 (deepep_v2.py) and the all-to-all of torch and NCCL (all_to_all.py) run one after the other in processes
 of their own; the table has the medians over the rounds. The peers are timed as `deepep bench` times its own calls (timing.py): from event to
 event on the caller's stream, after a barrier, L2 emptied from T = 512, the slowest rank's median; chains of calls; and the wall time until a call
 of a chain returns. Ours is compared with an oracle before and after it is timed; the peers' results are not checked here. Ratios are ours over
@@ -128,7 +128,7 @@ def compare(args, folder):
         reports.append(report)
         if environment:
             say(f"round {number + 1} of {args.rounds}: DeepEP")
-            command = [sys.executable, str(HERE / "deep_ep.py"), *shape_options(args)]
+            command = [sys.executable, str(HERE / "deepep_v2.py"), *shape_options(args)]
             command += ["--num-sms", str(args.sms)] if args.sms else []
             out, problem = run(command, environment, args.seconds)
             times, failures = results.deepep(out)

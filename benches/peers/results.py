@@ -51,7 +51,7 @@ def ours(text):
 
 
 def deepep_line(case, times):
-    """What deep_ep.py prints of a case."""
+    """What deepep_v2.py prints of a case."""
     return (
         f"DEEPEP T={case.tokens} {case.dtype} {case.layout} {case.operation}: "
         f"med {times.median:.1f} chained {times.chained:.1f} host {times.host:.1f} us"
@@ -71,7 +71,7 @@ _DEEPEP = re.compile(
 
 
 def deepep(text):
-    """Times from the lines of deep_ep.py, and the lines that report a failure."""
+    """Times from the lines of deepep_v2.py, and the lines that report a failure."""
     found, failures = {}, []
     for line in text.splitlines():
         if not line.startswith("DEEPEP "):

@@ -10,7 +10,7 @@ import types
 from unittest import mock
 
 import compare
-import deep_ep
+import deepep_v2
 import results
 from results import Case, Times
 
@@ -74,7 +74,7 @@ def the_script_of_deepep_prints_what_is_read():
     def told(rank, tokens):
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
-            deep_ep.measure(torch, dist, package, "group", args, rank, tokens)
+            deepep_v2.measure(torch, dist, package, "group", args, rank, tokens)
         return results.deepep(text.getvalue())
 
     times, failures = told(0, 512)
@@ -132,7 +132,7 @@ def the_whole_script_runs(deepep):
         folder = pathlib.Path(name)
         (folder / "site").mkdir()
         lines = DEEPEP_LINES.replace("T=4096", "T=16")
-        (folder / "deep_ep.py").write_text(f"print({lines!r})\n")
+        (folder / "deepep_v2.py").write_text(f"print({lines!r})\n")
         compare.HERE = folder
         out = folder / "out.json"
         arguments = [

@@ -85,7 +85,7 @@ def main():
     try:
         import torch.multiprocessing as mp
     except ImportError as error:
-        sys.exit(f"deep_ep.py needs PyTorch: {error}")
+        sys.exit(f"deepep_v2.py needs PyTorch: {error}")
     mp.spawn(worker, args=(args,), nprocs=args.world)
 
 

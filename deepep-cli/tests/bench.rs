@@ -137,11 +137,12 @@ fn pulled_combines_are_timed_where_there_are_some() {
 /// Settings in which nothing is timed have no buffers, and an operation that is named twice is timed once.
 #[test]
 fn each_operation_is_timed_once() {
-    let (code, _, report) = json(&["--operations", "combine,combine", "--packets"]);
+    let (code, _, report) = json(&["--operations", "combine,combine", "--no-early-launch"]);
     assert_eq!(code, Some(0));
-    assert!(report.method.packets);
-    let note = "packets are for GPUs: the host backend moves rows as it does without them";
-    assert_eq!(report.notes.iter().filter(|found| *found == note).count(), 1, "{:?}", report.notes);
+    // Both are for kernels.
+    assert!(!report.method.packets && !report.method.early_launch);
+    let found = report.notes.iter().filter(|note| note.starts_with("--no-early-launch changes nothing"));
+    assert_eq!(found.count(), 1, "{:?}", report.notes);
     let found: Vec<_> = report.results.iter().map(|e| (e.setting.layout, e.setting.dtype)).collect();
     assert_eq!(found, [(Layout::Plain, Precision::Bf16), (Layout::Expanded, Precision::Bf16)]);
 }
@@ -267,9 +268,6 @@ fn what_can_not_work_is_said_before_anything_starts() {
         (&["--timeout", "1.8e19"], "at most 86400 seconds"),
         (&["--iterations", "0"], "'0' for '--iterations <ITERATIONS>'"),
         (&["--iterations", "18446744073709551615"], "for '--iterations <ITERATIONS>'"),
-        (&["--packets", "--tokens", "8,257"], "T = 257, FP8, plain: --packets: rows travel in packets with"),
-        (&["--packets", "--operations", "combine,pulled"], "leave out --packets"),
-        (&["--early-launch"], "--early-launch: the host backend launches no kernels"),
         (&["--alignment", "16", "--layouts", "plain"], "--alignment 16: only the expanded layout"),
         (&["--operations", "pulled", "--layouts", "expanded"], "nothing to time: rows are pulled in"),
         (&["--quick", "--full"], "cannot be used with"),

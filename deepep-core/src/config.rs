@@ -119,8 +119,8 @@ pub struct Config {
     pub timeout: Duration,
     /// Most multiprocessors of a GPU that an operation may use; without it all, or an equal share where ranks share a GPU. May differ between ranks.
     pub multiprocessors: Option<usize>,
-    /// Whether kernels are launched while the one before them in their stream still runs, which hides a launch behind it (programmatic stream serialization): not
-    /// if not set. For ranks that have their device for themselves; where ranks share one, asking for it is an error. A caller's own kernel that is launched in the same way
+    /// Whether kernels are launched while the one before them in their stream still runs, which hides a launch behind it (programmatic stream serialization): if not
+    /// set, they are if the rank has its device for itself. Where ranks share one, asking for it is an error. A caller's own kernel that is launched in the same way
     /// behind an operation has to wait for it (`griddepcontrol.wait`, `cudaGridDependencySynchronize`) before it touches any of its tensors. May differ between ranks.
     pub early_launch: Option<bool>,
     /// Which processors run the operations.

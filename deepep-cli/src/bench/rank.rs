@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use deepep_core::layout::MAX_PACKET_TOKENS;
 use deepep_core::{BackendKind, Bootstrap, ElasticBuffer, Error};
 
 use super::calls::Calls;
@@ -35,9 +36,9 @@ pub struct Run {
     pub timeout: Duration,
     /// Which processors.
     pub backend: BackendKind,
-    /// Launches kernels while the one before them still runs, else as the library chooses.
+    /// Kernels may be launched while the one before them still runs.
     pub early_launch: bool,
-    /// Rows travel in packets.
+    /// Rows of small batches travel in packets.
     pub packets: bool,
     /// What [`Routes::Trace`] replays.
     pub trace: Option<Arc<Trace>>,
@@ -97,10 +98,15 @@ impl Run {
         let elsewhere = bf16 && setting.dtype != Precision::Bf16;
         let possible = |o: Operation| match o {
             Operation::Combine => !elsewhere,
-            Operation::Pulled => !elsewhere && setting.layout == Layout::Plain,
+            Operation::Pulled => !elsewhere && !self.in_packets(setting) && setting.layout == Layout::Plain,
             _ => true,
         };
         self.operations.iter().copied().filter(|&o| possible(o)).collect()
+    }
+
+    /// Whether rows travel in packets, if there is room for the maps of so many experts.
+    fn in_packets(&self, setting: &Setting) -> bool {
+        self.packets && setting.tokens <= MAX_PACKET_TOKENS
     }
 
     /// Sections without the settings that have nothing to time.
@@ -136,9 +142,8 @@ impl Run {
         job.expanded = (setting.layout == Layout::Expanded).then_some(self.alignment);
         (job.exact, job.biases, job.timeout, job.backend) = (false, 0, self.timeout, self.backend);
         job.multiprocessors = setting.sms;
-        job.early_launch = self.early_launch.then_some(true);
-        job.packets = self.packets;
-        job.check_packets()?;
+        job.early_launch = (!self.early_launch).then_some(false);
+        job.packets = self.in_packets(setting);
         Ok(job)
     }
 

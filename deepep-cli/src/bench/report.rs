@@ -57,7 +57,7 @@ pub struct Method {
     pub alignment: usize,
     /// Whether kernels are launched while the one before them in the stream still runs.
     pub early_launch: bool,
-    /// Whether rows travel in packets; only where they can, which the host backend can't.
+    /// Whether rows of small batches, up to 256 tokens of a rank, travel in packets.
     pub packets: bool,
     /// Seed of all generated data.
     pub seed: u64,

@@ -27,7 +27,13 @@ impl CollectiveConfig {
     /// Sizes that suit an NVLink domain of so many ranks.
     #[must_use]
     pub const fn new(ranks: usize) -> Self {
-        Self { ranks, cell_bytes: 256 << 10, slice: 128 << 10, tensor_bytes: 0 }
+        // A megabyte for all others together: up to there cells are faster than stages.
+        let cell_bytes = match ranks {
+            ..=2 => 1 << 20,
+            3 => 512 << 10,
+            _ => 256 << 10,
+        };
+        Self { ranks, cell_bytes, slice: 128 << 10, tensor_bytes: 0 }
     }
 }
 
@@ -132,13 +138,13 @@ mod tests {
 
     #[test]
     fn parts_follow_each_other_and_are_aligned() {
-        for ranks in [2, 3, 8] {
+        for (ranks, cell_bytes) in [(2, 1 << 20), (3, 512 << 10), (8, 256 << 10)] {
             let l = CollectiveLayout::new(CollectiveConfig::new(ranks)).unwrap();
             let counters = [l.flags, l.steps, l.epochs, l.calls, l.call_count, l.words, l.count];
             let parts = [&counters[..], &[l.cells, l.stages, l.tensors, l.bytes]].concat();
             assert!(parts.is_sorted() && parts[0] == l.workspace.bytes, "{parts:?}");
             assert!(parts.iter().all(|part| part.is_multiple_of(super::super::REGION_ALIGNMENT)));
-            assert_eq!(l.stages - l.cells, 2 * ranks * (256 << 10) * 2);
+            assert_eq!(l.stages - l.cells, 2 * ranks * cell_bytes * 2);
             assert_eq!((l.tensors - l.stages, l.bytes), (64 * 4 * ranks * (128 << 10), l.tensors));
             let config = CollectiveConfig { tensor_bytes: 1000, ..CollectiveConfig::new(ranks) };
             let with_tensors = CollectiveLayout::new(config).unwrap();

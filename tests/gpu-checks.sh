@@ -73,6 +73,7 @@ tests() {
 core=lib/deepep_core
 group=kernels
 tests every-case 150 "DEEPEP_TEST_RANKS=${DEEPEP_TEST_RANKS:-1,2,4}" $core every_case_matches
+tests not-early 60 DEEPEP_TEST_EARLY=0 DEEPEP_TEST_RANKS=2 DEEPEP_TEST_CASES=packets $core every_case_matches
 tests planted 30 $core a_planted_error
 tests faults 60 $core cuda::gpu_tests::faults
 tests rounds 60 DEEPEP_TEST_ROUNDS=60 DEEPEP_TEST_RANKS=2 $core rounds_without_waits
@@ -139,7 +140,7 @@ times() { check "$1" 90 "${@:2}" $core times::times --ignored --nocapture --test
 times small DEEPEP_TEST_TOKENS=1,32,128 DEEPEP_TEST_BLOCKS=0
 times large DEEPEP_TEST_TOKENS=4096,8192 DEEPEP_TEST_BLOCKS=0,16 DEEPEP_TEST_ONLY=dispatch,cached,combine
 times pulled DEEPEP_TEST_TOKENS=4096,8192 DEEPEP_TEST_BLOCKS=0,16 DEEPEP_TEST_ONLY=combine DEEPEP_TEST_PLACEMENT=Plain DEEPEP_TEST_PULLED=64
-times early DEEPEP_TEST_TOKENS=1,32,128 DEEPEP_TEST_BLOCKS=0 DEEPEP_TEST_ONLY=pair DEEPEP_TEST_PLACEMENT=Expanded DEEPEP_TEST_EARLY=1
+times not-early DEEPEP_TEST_TOKENS=1,32,128 DEEPEP_TEST_BLOCKS=0 DEEPEP_TEST_ONLY=pair DEEPEP_TEST_PLACEMENT=Expanded DEEPEP_TEST_EARLY=0
 timeline() { check "$1" 60 "${@:2}" $core gpu_tests::timeline::timelines --ignored --nocapture --test-threads=1; }
 timeline timeline DEEPEP_TEST_TOKENS=1,32,128 DEEPEP_TEST_PLACEMENT=Expanded DEEPEP_TEST_ROWS=FP8
 timeline timeline-rows DEEPEP_TEST_TOKENS=4096

@@ -8,6 +8,7 @@ use cuda_vmm::{Context, Cuda, Memory, PeerAccess, PlainMemory};
 use super::super::{CombineChoices, DispatchRoles, Engine, EngineOptions, StatusBlock};
 use crate::jit::Alter;
 use crate::layout::{HeapConfig, HeapLayout, Operation, Phase, RecordKind};
+use crate::tune::EARLY_LAUNCH;
 
 /// Longest wait of a kernel; the host waits three times as long for all kernels of a round. `DEEPEP_TEST_TIMEOUT` is for tools that slow
 /// kernels down, in seconds.
@@ -15,9 +16,14 @@ fn kernel_timeout() -> Duration {
     Duration::from_secs(super::numbers("DEEPEP_TEST_TIMEOUT", &[4])[0] as u64)
 }
 
-/// Whether kernels are to be launched early, which needs a device for each rank.
-pub(super) fn wants_early() -> bool {
-    std::env::var("DEEPEP_TEST_EARLY").is_ok_and(|value| value == "1")
+/// Whether kernels are launched early where so many ranks share a device: as the library does, unless `DEEPEP_TEST_EARLY` says 0 or 1.
+pub(super) fn early(sharing: usize) -> Outcome<bool> {
+    match super::numbers("DEEPEP_TEST_EARLY", &[usize::from(EARLY_LAUNCH && sharing == 1)])[0] {
+        1 if sharing > 1 => {
+            Err("DEEPEP_TEST_EARLY: kernels are launched early on devices with one rank only".into())
+        }
+        wanted => Ok(wanted == 1),
+    }
 }
 
 pub(super) type Outcome<T = ()> = Result<T, Box<dyn std::error::Error>>;
@@ -192,10 +198,7 @@ impl Group {
         }
         let bases: Vec<u64> = heaps.iter().map(Buffer::address).collect();
         let sharing = layout.ranks.div_ceil(devices);
-        let early = wants_early();
-        if early && sharing > 1 {
-            return Err("DEEPEP_TEST_EARLY: kernels are launched early on devices with one rank only".into());
-        }
+        let early = early(sharing)?;
         let mut ranks = Vec::new();
         for (r, heap) in heaps.into_iter().enumerate() {
             let context = context(r).clone();

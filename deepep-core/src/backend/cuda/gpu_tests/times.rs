@@ -4,7 +4,7 @@
 //! `DEEPEP_TEST_PULLED=0,64,2` how many of 64 tokens combine pulls in the plain layout (0: all are sent), `DEEPEP_TEST_PARTS=1,3` in how many parts sums travel in
 //! the expanded one (without it, the formula's), `DEEPEP_TEST_TICKETS=0` that sums and pulled tokens are not drawn by ticket,
 //! `DEEPEP_TEST_PLACEMENT=Plain` or `Expanded` one layout, `DEEPEP_TEST_ROWS=FP8` or `BF16` one kind of rows, `DEEPEP_TEST_PACKETS=0` sends small batches as rows, `DEEPEP_TEST_FOR_SIZES=0`
-//! sends them with kernels for all sizes, `DEEPEP_TEST_EARLY=1` launches kernels early, on devices with one rank, and
+//! sends them with kernels for all sizes, `DEEPEP_TEST_EARLY=0` or `1` says whether kernels are launched early (by default they are on devices with one rank), and
 //! `DEEPEP_TEST_COOPERATIVE=1` says whether the driver refuses grids that can't be resident as a whole (by default if they are not early). Ranks may share a device;
 //! then nothing crosses a link, and the times say what the kernels cost without one.
 //!
@@ -14,7 +14,7 @@
 use cuda_vmm::sys::{CUgraph, CUgraphExec, CUstreamCaptureMode};
 
 use super::input::Case;
-use super::machine::{Buffer, Machine, Outcome, Rank, wants_early};
+use super::machine::{Buffer, Machine, Outcome, Rank, early};
 use super::{Bench, Round, all_roles, machine, numbers, tag_of};
 use crate::layout::Placement;
 
@@ -217,13 +217,8 @@ pub(super) fn each_case(
         }
     };
     for ranks in numbers("DEEPEP_TEST_RANKS", &[machine.devices().clamp(2, 8)]) {
-        if wants_early() && ranks > machine.devices() {
-            eprintln!(
-                "skipped: {ranks} ranks on {} GPUs: early kernels need a GPU for each",
-                machine.devices()
-            );
-            continue;
-        }
+        let early = early(ranks.div_ceil(machine.devices())).unwrap_or_else(|e| panic!("{ranks} ranks: {e}"));
+        eprintln!("kernels are {}launched early", if early { "" } else { "not " });
         eprintln!("{ranks} ranks on {} GPUs, H 7168, top-8 of 256; {what}", machine.devices());
         for tokens in numbers("DEEPEP_TEST_TOKENS", &[4096, 128]) {
             for &blocks in &blocks {

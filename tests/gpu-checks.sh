@@ -127,7 +127,7 @@ run at-source --expanded --reduction at-source --narrow-ids --biases 2
 run without-counts --without-counts --routing zipf --dtype fp16
 run idle --routing idle:0 --dtype fp32
 run pull --pull
-run packets --packets --tokens 64
+run rows --no-packets --tokens 64
 [[ -z ${TRACE:-} ]] || run trace --ranks 4 --trace "$(realpath "$TRACE")"
 check doctor 30 bin/deepep doctor
 

@@ -92,6 +92,7 @@ impl Tensors {
 
 fn build(quick: &Quick) -> deepep_core::Result<ElasticBuffer> {
     ElasticBuffer::builder()
+        .packets(false)
         .max_tokens_per_rank(TOKENS)
         .experts(EXPERTS)
         .topk(TOPK)

@@ -132,9 +132,6 @@ fn settings_that_can_not_work_are_errors() {
         (vec!["run", "--rounds", MOST], "for '--rounds <ROUNDS>'"),
         (vec!["run", "--experts", MOST], "experts = 18446744073709551615: must be"),
         (vec!["run", "--experts", "18446744073709551608"], "experts = 18446744073709551608: must be"),
-        (vec!["run", "--packets", "--tokens", "257"], "--packets: rows travel in packets with at most 256"),
-        (vec!["plan", "--packets"], "here are 1024 tokens and 256 experts"),
-        (vec!["run", "--packets", "--tokens", "1", "--experts", MOST], "--packets: "),
         (vec!["run", "--packed-scales"], "--packed-scales: BF16 rows have no scales"),
         (vec!["run", "--column-scales", "--dtype", "fp16"], "--column-scales: F16 rows have no scales"),
         (vec!["run", "--reduction", "at-source"], "--expanded"),
@@ -146,20 +143,6 @@ fn settings_that_can_not_work_are_errors() {
         let err = text(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {err}");
         assert!(err.contains(expected), "{arguments:?}: {err}");
-    }
-}
-
-#[test]
-fn what_is_not_as_asked_is_said() {
-    let at_source = ["--packets", "--expanded", "--reduction", "at-source"];
-    for (more, expected) in [
-        (&["--packets"][..], "packets are for GPUs: the host backend moves rows as it does without them"),
-        (&at_source, "--reduction at-source: those rows come back without packets"),
-    ] {
-        let more = [more, &["--rounds", "1", "--json"]].concat();
-        let value: Value = serde_json::from_str(&verdict(&small(&more))).unwrap();
-        let notes = value["notes"].as_array().unwrap();
-        assert!(notes.iter().any(|note| note == expected), "{more:?}: {notes:?}");
     }
 }
 
@@ -181,6 +164,25 @@ fn traces_with_numbers_out_of_range_are_errors() {
             assert_eq!(output.status.code(), Some(2), "{command:?}: {err}");
             assert!(err.contains(expected), "{command:?}: {err}");
         }
+    }
+}
+
+#[test]
+fn small_batches_have_room_for_packets() {
+    let packets = |arguments: &[&str]| {
+        let output = deepep(&[&["plan", "--json"], arguments].concat());
+        let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let items = plan["items"].as_array().unwrap();
+        items.iter().find(|item| item["feature"] == "packets").unwrap()["bytes"].as_u64().unwrap()
+    };
+    for with in [&["--tokens", "256"][..], &["--tokens", "256", "--expanded"]] {
+        assert!(packets(with) > 256 * 4096, "{with:?}");
+    }
+    // The last: what travels in packets can't be pulled.
+    for without in
+        [&["--tokens", "257"][..], &["--tokens", "8", "--no-packets"], &["--tokens", "8", "--pull"]]
+    {
+        assert_eq!(packets(without), 0, "{without:?}");
     }
 }
 

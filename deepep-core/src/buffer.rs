@@ -340,7 +340,7 @@ impl Builder {
         receive_sets: usize,
         /// Inputs of combines in the heap that can be held at a time; none if not set.
         combine_inputs: usize,
-        /// Whether rows of small batches travel in packets; not if not set.
+        /// Whether rows of small batches travel in packets; they do if not set.
         packets: bool,
         /// Bytes of host memory of each rank in the heap.
         host_bytes: usize,

@@ -109,7 +109,7 @@ pub struct Config {
     /// Each takes a row for every token that can be received. Plain layout only.
     pub combine_inputs: usize,
     /// Whether rows travel in packets if no rank gives more than 256 tokens to a dispatch: a way for small batches on GPUs without a barrier between the
-    /// ranks, for memory of its own. Not if not set: these kernels have not been run on GPUs as often as the others.
+    /// ranks, for memory of its own. If not set, they do. Rows that travel in packets can't be [pulled](crate::Transfer::Pull).
     pub packets: bool,
     /// Bytes of host memory of each rank that are part of the heap; a multiple of 2 MiB, 0 for none.
     pub host_bytes: usize,
@@ -150,7 +150,7 @@ impl Config {
             handle_slots: 8,
             receive_sets: 2,
             combine_inputs: 0,
-            packets: false,
+            packets: true,
             host_bytes: 0,
             hybrid: false,
             timeout: Duration::from_secs(100),

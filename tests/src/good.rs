@@ -18,7 +18,7 @@ pub const TOPK: usize = 2;
 /// Experts of both ranks.
 pub const EXPERTS: usize = 4;
 
-/// Settings of a small buffer that takes plain and expanded results.
+/// Settings of a small buffer that takes plain and expanded results, and whose rows travel on their own as those of large ones do.
 pub fn builder(side: &Side) -> deepep_core::Builder {
     ElasticBuffer::builder()
         .max_tokens_per_rank(8)
@@ -27,6 +27,7 @@ pub fn builder(side: &Side) -> deepep_core::Builder {
         .hidden(HIDDEN)
         .expanded(8)
         .scale_packs(4)
+        .packets(false)
         .timeout(side.patience())
         .backend(side.backend)
 }

@@ -300,6 +300,7 @@ on_both_sides! {
             on_threads(2, LONG, |bootstrap| {
                 let other = bootstrap.rank() == 1;
                 let mut buffer = ElasticBuffer::builder()
+                    .packets(false)
                     .max_tokens_per_rank(4)
                     .experts(4)
                     .topk(1)

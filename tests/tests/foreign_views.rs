@@ -16,6 +16,7 @@ const HIDDEN: usize = 64;
 
 fn buffer(side: &Side, bootstrap: ThreadBootstrap) -> ElasticBuffer {
     ElasticBuffer::builder()
+        .packets(false)
         .max_tokens_per_rank(TOKENS)
         .experts(2)
         .topk(1)

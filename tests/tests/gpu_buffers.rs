@@ -21,7 +21,7 @@ const EXPERTS: usize = 8;
 
 fn builder(side: &Side) -> Builder {
     let builder = ElasticBuffer::builder().max_tokens_per_rank(TOKENS).experts(EXPERTS).topk(TOPK);
-    builder.hidden(HIDDEN).timeout(side.patience()).backend(side.backend)
+    builder.hidden(HIDDEN).packets(false).timeout(side.patience()).backend(side.backend)
 }
 
 /// Runs on two ranks in threads, if there is a GPU.

@@ -44,7 +44,6 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         return Ok(if outcome.good() { ExitCode::SUCCESS } else { ExitCode::FAILURE });
     }
     // Errors that every rank would report are reported once, here.
-    notes.extend(job.packets_note(job.backend.resolve()?));
     notes.extend(rank::why_emulated(job.backend).map(|why| format!("ranks are emulated on CPUs: {why}")));
     let plan = job.config().plan(job.group.ranks)?;
     if !arguments.json {

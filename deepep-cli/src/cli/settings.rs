@@ -121,11 +121,11 @@ pub(super) struct Settings {
     /// Dispatch a second time along the same routes
     #[arg(long)]
     cached: bool,
-    /// On GPUs: rows travel in packets; for small batches (at most 256 tokens of a rank)
+    /// Small batches (at most 256 tokens of a rank) travel as rows on GPUs, too, not in packets
     #[arg(long)]
-    packets: bool,
+    no_packets: bool,
     /// Experts' outputs lie in the symmetric heap, and other ranks read them there
-    #[arg(long, conflicts_with_all = ["expanded", "packets", "reduction", "zero_padding"])]
+    #[arg(long, conflicts_with_all = ["expanded", "reduction", "zero_padding"])]
     pull: bool,
     /// Zero the alignment gaps of the expanded layout
     #[arg(long, requires = "expanded")]
@@ -225,14 +225,11 @@ impl Settings {
             ReductionChoice::AtSource => Reduction::AtSource,
         };
         job.cached = self.cached;
-        job.packets = self.packets;
+        // What travels in packets can't be pulled.
+        job.packets = !self.no_packets && !self.pull;
         job.pull = self.pull;
         job.timeout = self.timeout;
         job.backend = self.backend.kind();
-        job.check_packets()?;
-        if self.packets && job.expanded.is_some() && job.reduction == Reduction::AtSource {
-            notes.push("--reduction at-source: those rows come back without packets".into());
-        }
         if job.values.scales() == 0 && (self.packed_scales || self.column_scales) {
             let option = if self.packed_scales { "--packed-scales" } else { "--column-scales" };
             return Err(format!("{option}: {dtype} rows have no scales, --dtype fp8 has").into());

@@ -9,7 +9,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use deepep_core::layout::{IndexWidth, MAX_PACKET_TOKENS, PacketLayout, ScaleOrder};
+use deepep_core::layout::{IndexWidth, ScaleOrder};
 use deepep_core::{BackendKind, Config, Error, Reduction};
 
 pub(crate) use self::got::Got;
@@ -59,7 +59,7 @@ pub struct Job {
     pub biases: usize,
     /// Where expanded rows are added up.
     pub reduction: Reduction,
-    /// Rows of small batches travel in packets.
+    /// Rows of small batches travel in packets, on GPUs.
     pub packets: bool,
     /// Experts' outputs lie in the heap, and are read where they are.
     pub pull: bool,
@@ -122,27 +122,6 @@ impl Job {
         config.multiprocessors = self.multiprocessors;
         config.early_launch = self.early_launch;
         config
-    }
-
-    /// Whether rows can travel in packets, if they are to.
-    ///
-    /// # Errors
-    /// What is in the way, in words.
-    pub fn check_packets(&self) -> Result<(), String> {
-        let Group { ranks, experts, .. } = self.group;
-        if !self.packets || PacketLayout::possible(ranks, self.max_tokens, experts) {
-            return Ok(());
-        }
-        let tokens = self.max_tokens;
-        Err(format!(
-            "--packets: rows travel in packets with at most {MAX_PACKET_TOKENS} tokens of a rank, and fewer with very many experts; here are {tokens} tokens and {experts} experts"
-        ))
-    }
-
-    /// What becomes of packets where ranks are emulated, if there are to be some.
-    pub fn packets_note(&self, backend: BackendKind) -> Option<String> {
-        let ignored = self.packets && backend == BackendKind::Host;
-        ignored.then(|| "packets are for GPUs: the host backend moves rows as it does without them".into())
     }
 
     /// Words of a token's scales.

@@ -216,7 +216,7 @@ fn transfer(
         return refuse("rows are read where they are in the plain layout only");
     }
     if shared.layout.workspace.packets.is_some() {
-        return refuse("this buffer's rows travel in packets; build it without");
+        return refuse("this buffer's rows travel in packets; build it with packets(false)");
     }
     let place = |tensor: &Extent| match tensor.bytes() {
         // Nobody reads it. Where ranks find out by themselves, it says what they do.

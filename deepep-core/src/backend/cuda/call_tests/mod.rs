@@ -31,6 +31,7 @@ const LONG: Duration = Duration::from_secs(20);
 
 fn builder(cuda: &Cuda) -> Builder {
     ElasticBuffer::builder()
+        .packets(false)
         .max_tokens_per_rank(TOKENS)
         .experts(4)
         .topk(TOPK)

@@ -58,44 +58,88 @@ DEVICE void report_plain(const Block& b, u32 over) {
     tell_counts<TO_DEVICE | TO_HOST>(b, over, b.lane, 32);
 }
 
-// By the closer: says in the block's cell that all workers have done their part.
+// By the closer: says in the chunk's cell that all workers have done their part.
 DEVICE bool publish_tables(const Block& b, const u32* counter, bool told) {
     if (!wait_warps(b, PHASE_TABLES, counter, b.workers())) return false;
-    if ((EXPANDED || !told) && b.lane == 0) arch::st_release_gpu(b.chunk_cell(blockIdx.x, told), pack_cell(b.epoch, 0));
+    if ((EXPANDED || !told) && b.lane == 0) arch::st_release_gpu(b.chunk_cell(b.part, told), pack_cell(b.epoch, 0));
     return true;
 }
 
-// What a worker does when positions are known.
-DEVICE void work(const Block& b, const TokenLanes& lanes, const Share& share, Items& items, u32 over) {
+// Ids of a worker's tokens on their way, and what it makes of them before there are positions.
+struct Work {
+    const TokenLanes lanes;
+    const Share share;
+    Items items;
+    Counted counted;
+    Given given;
+    Round round;
+
+    DEVICE Work(const Block& b) : lanes(b), share(b) {}
+    DEVICE void ask(const Block& b) {
+        if (EXPANDED) load_given_ids(b, lanes, share, 0, given);
+        else if (share.begin != share.end) load_round(b, lanes, share.begin, round);
+    }
+    // When they are known: for tables, and what is told of tokens.
+    DEVICE void ask_again(const Block& b) {
+        load_given_ids(b, lanes, share, 0, given);
+        load_weights(b, lanes, share, 0, items);
+    }
+    DEVICE void take(const Block& b) { take_given_ids(b, lanes, share, 0, given, items); }
+    DEVICE void count(const Block& b) {
+        if (EXPANDED) {
+            take(b);
+            count_experts(b, lanes, share, items);
+        } else {
+            count_ranks(b, lanes, share, round, counted);
+        }
+        MARK(b.d, D_COUNTED);
+    }
+};
+
+// What a worker does when positions are known: tables, and what other ranks are told. False if that ended early.
+DEVICE bool write_chunk(const Block& b, Work& work, u32 over) {
+    const TokenLanes& lanes = work.lanes;
+    const Share& share = work.share;
+    Items& items = work.items;
     if (b.cached()) {
         write_outputs(b, lanes, share, items);
     } else {
         // Movers read the prefix sums.
-        if (EXPANDED && blockIdx.x == 0) tell_counts<TO_DEVICE>(b, over, threadIdx.x - 32 * b.p.row_warps, 32 * b.workers());
+        if (EXPANDED && b.tells()) tell_counts<TO_DEVICE>(b, over, threadIdx.x - 32 * b.first_worker(), 32 * b.workers());
         i32 rows[AHEAD];
-        write_tables(b, lanes, share, items, over, rows);
+        if (EXPANDED) {
+            work.take(b);
+            write_tables(b, lanes, share, items, over, rows);
+        } else {
+            write_rows(b, lanes, share, work.counted, over);
+        }
         // Before anything else is on its way to other ranks or to the host: the release would wait for it.
         count_warp(b, &b.control.tables);
         MARK(b.d, D_TABLES);
         const bool published = b.warp != CLOSER || publish_tables(b, &b.control.tables, false);
         if (!EXPANDED) {
+            work.take(b);
             count_later(b, lanes, share, items, over);
             // All of them come here. What they counted is summed.
             arch::barrier_sync(WORKER_BARRIER, 32 * b.workers());
             publish_experts(b);
         }
-        if (!published) return;
+        if (!published) return false;
         if (over == RANKS) tell_tables(b, lanes, share, items, rows);
     }
     count_warp(b, &b.control.told);
     MARK(b.d, D_TOLD);
     // Row warps announce nothing before, or (plain) the closer does not.
-    if (b.warp == CLOSER && !publish_tables(b, &b.control.told, true)) return;
+    if (b.warp == CLOSER && !publish_tables(b, &b.control.told, true)) return false;
     MARK_IF(b.warp == CLOSER, b.d, D_CLOSER);
+    // By a warp that neither announces nor closes: rows don't wait for a fence behind which the host reads.
+    if (EXPANDED && !b.cached() && b.tells() && b.warp == WATCHER) tell_counts<TO_HOST>(b, over, b.lane, 32);
+    return true;
+}
 
+// What a worker of a sending block does when its tables are written, here or elsewhere.
+DEVICE void attend(const Block& b, u32 over) {
     if (EXPANDED) {
-        // By a warp that neither announces nor closes: rows don't wait for a fence behind which the host reads.
-        if (blockIdx.x == 0 && b.warp == WATCHER && !b.cached()) tell_counts<TO_HOST>(b, over, b.lane, 32);
         if (b.warp == b.p.row_warps)
             announce(b.control.mail, b.p.row_warps, b.epoch, [&](u32 r) { return cell32(b.d, r, b.d.ready); });
         MARK_IF(b.warp == b.p.row_warps, b.d, D_ANNOUNCED);
@@ -106,51 +150,43 @@ DEVICE void work(const Block& b, const TokenLanes& lanes, const Share& share, It
         close_plain(b);
         MARK(b.d, D_ANNOUNCED);
     } else {
-        if (blockIdx.x == 0 && !b.cached()) report_plain(b, over);
+        if (b.tells() && !b.cached()) report_plain(b, over);
         if (b.warp == WATCHER) watch_plain(b);
         MARK_IF(b.warp == WATCHER, b.d, D_WATCHED);
     }
 }
 
-// Whether this warp has rows left to move afterwards.
-DEVICE bool run_sender(const Block& b, Ring& ring, const TokenLanes& lanes, const Share& share, const Given& given) {
-    const bool carries = b.carries();
-    Items items;
+// By a block that sends or counts. Whether this warp has rows left to move afterwards.
+DEVICE bool run_sender(const Block& b, Ring& ring, Work& work) {
+    const bool carries = b.sends() && b.carries();
     u32 over = RANKS;
     bool failed;
     i32 row = -1, index = -1;  // of a first row
     if (!b.cached()) {
-        if (!carries) {
-            take_given_ids(b, lanes, share, 0, given, items);
-            count_tokens(b, lanes, share, items);
-        }
-        MARK_IF(!carries, b.d, D_COUNTED);
-        __syncthreads();
-        publish_counts(b);
+        if (b.counts()) publish_counts(b);
         MARK(b.d, D_PUBLISHED);
+        FirstPlace first;
+        if (carries) first = Sender(b, ring).look_ahead();
         failed = !exchange_counts(b);
         MARK(b.d, D_EXCHANGED);
-        if (!carries) {
-            if (EXPANDED) load_kept_ids(b, lanes, share, 0, items);
-            load_weights(b, lanes, share, 0, items);
-        }
+        if (b.counts() && !carries) work.ask_again(b);
         if (EXPANDED) {
             scan_ranks(b);
             __syncthreads();
         }
         over = over_capacity(b);
-        if (carries && over == RANKS) Sender(b, ring).place_first(row, index);
-        // Workers are about to change what first rows are placed by.
-        if (EXPANDED) __syncthreads();
+        if (carries && over == RANKS) Sender(b, ring).place_first(first, row, index);
     } else {
         if (carries) Sender(b, ring).look_up_first(row, index);
-        if (!carries) load_weights(b, lanes, share, 0, items);
+        else load_weights(b, work.lanes, work.share, 0, work.items);
         failed = __syncthreads_or(b.warp == CLOSER && !acquire_places(b));
     }
     MARK(b.d, D_STARTS);
     if (!carries) {
-        if (!failed) work(b, lanes, share, items, over);
-        return false;
+        const bool counts = b.counts() || b.cached();
+        if (failed || (counts && !write_chunk(b, work, over))) return false;
+        if (b.sends()) attend(b, over);
+        return !b.sends() && b.carries();
     }
     Sender sender(b, ring);
     sender.resume(row, index);
@@ -175,37 +211,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
     arch::wait_for_predecessor();
     MARK(b.d, D_START);
 
-    // Ids and first rows come while the epoch does.
-    const bool sends = blockIdx.x < p.senders, carries = b.carries();
-    const TokenLanes lanes(b.lane, p.lanes);
-    const Share share(b);
-    Given given;
+    // What all wait for is asked for first; then ids and first rows, which come meanwhile.
+    const u32 before = arch::ld_relaxed_sys(epoch_counter(b.d, OPERATION_DISPATCH, blockIdx.x));
+    const u64 gave_up = threadIdx.x == 0 ? arch::ld_relaxed_sys(cell64(b.d, b.me, b.d.abort)) : 0;
+    const bool sends = b.sends(), meets = sends || b.counts(), counts = meets && b.works() && !b.cached();
+    Work work(b);
     Ring ring(b);
-    if (carries) {
+    if (counts) work.ask(b);
+    if (b.carries()) {
         ring.init(b.lane);
         if (sends) Sender(b, ring).prefetch();
-    } else if (sends && !b.cached()) {
-        load_given_ids(b, lanes, share, 0, given);
     }
-    // One behind the other they would take twice as long.
-    const bool gave_up = threadIdx.x == 0 && aborted(b.d);
-    b.epoch = *epoch_counter(b.d, OPERATION_DISPATCH, blockIdx.x) + 1;
+    b.epoch = before + 1;
     // Movers have nothing to do yet.
     if (blockIdx.x == gridDim.x - 1 && b.warp == 0) publish_place(b);
-    bool useless = false;
     if (threadIdx.x == 0) {
-        useless = broken(b.d, OPERATION_DISPATCH, b.epoch, gave_up);
         b.control.tables = b.control.told = b.control.summed = b.control.sent = b.control.unsent = 0;
         b.control.output[b.me] = (u64)b.own_output<u8>(0);
     }
     if (threadIdx.x < MAX_RANKS) b.control.from[threadIdx.x] = 0;
-    if (sends)
-        for (u32 i = threadIdx.x; i < p.experts + RANKS; i += THREADS) b.base()[i] = b.total()[i] = 0;
-    if (EXPANDED) mailboxes_init(b.control.mail, p.row_warps);
+    if (EXPANDED) {
+        if (meets)
+            for (u32 i = threadIdx.x; i < p.experts + RANKS; i += THREADS) b.base()[i] = b.total()[i] = 0;
+        mailboxes_init(b.control.mail, p.row_warps);
+    }
+    if (counts) work.count(b);
     bool moves = false;
     // A vote, not a word in shared memory: all threads of a block must find the same, and a fast warp must not change what a slow one still looks at.
-    if (__syncthreads_or(useless)) {
-        if (carries && sends) {
+    if (__syncthreads_or(gave_up != 0)) {
+        if (threadIdx.x == 0) broken(b.d, OPERATION_DISPATCH, b.epoch, gave_up != 0);
+        if (b.carries() && sends) {
             Sender(b, ring).resume(-1, -1);
             ring.drain(b);
         }
@@ -214,12 +249,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
         // The other parity's tickets belong to the next call. (Combine's among them are zeroed once more than they need be: no combine runs.)
         if (blockIdx.x == 0 && threadIdx.x < TICKET_KINDS)
             *(u32*)((u8*)b.ticket(threadIdx.x) + (b.parity() ? -1 : 1) * (i32)(TICKET_KINDS * CELL_LINE)) = 0;
-        moves = sends ? run_sender(b, ring, lanes, share, given) : carries;
+        moves = meets ? run_sender(b, ring, work) : b.carries();
     }
     if (moves) {
         Mover mover(b, ring);
-        if (!sends) mover.prefetch();
-        mover.run(!sends);
+        if (!meets) mover.prefetch();
+        mover.run(!meets);
     }
     MARK(b.d, D_ROLE_END);
     __syncthreads();

@@ -120,13 +120,24 @@ device_struct! {
         own_parts: u32,
         keep_own: u32,
         /// Offsets in the block's shared memory, behind the stages: control words; base and total of each count; starts of the local
-        /// experts; counts of each worker; where the first rows go.
+        /// experts; counts of each worker; what is known of the first tokens.
         control: u32,
         base: u32,
         total: u32,
         start: u32,
         worker_counts: u32,
-        first_rows: u32,
+        first_tokens: u32,
+        /// The first of as many blocks as send that count this rank's tokens: 0 if those that send do it themselves.
+        counters: u32,
+        /// Tokens of a chunk, and how many chunks have one more; of a worker, and of one that looks at a chunk's first tokens only. Divisions that the
+        /// kernel would begin with.
+        chunk_tokens: u32,
+        chunk_rest: u32,
+        worker_tokens: u32,
+        first_share: u32,
+        /// Tokens whose lanes fit into a warp, and what a lane is multiplied with for its token: 65536 / K, rounded up.
+        step_tokens: u32,
+        step_inverse: u32,
     }
 }
 

@@ -9,10 +9,13 @@
 constexpr u32 STAGE_LANES = 8;
 constexpr u32 MAX_STAGES = 32 / STAGE_LANES;
 
-// The last two workers of a sending block have duties of their own. The closer acquires places, publishes the block's tables and says (plain) that
+// The last two workers of a block have duties of their own. The closer acquires places, publishes the block's tables and says (plain) that
 // its rows are there; the watcher waits for what comes from other ranks. Nobody waits for the watcher.
 constexpr u32 CLOSER = WARPS - 1, WATCHER = WARPS - 2;
 constexpr u32 LEAST_WORKERS = 4;
+// Tokens of a chunk that are among its first, at most: one for each stage.
+constexpr u32 MOST_FIRST_TOKENS = (WARPS - LEAST_WORKERS) * MAX_STAGES;
+constexpr u16 NO_ID = 0xffff;
 
 struct Control {
     u64 bars[WARPS][MAX_STAGES];
@@ -37,10 +40,11 @@ struct Block {
     u8* const shared;
     Control& control;
     u32 epoch, me, lane, warp;
+    u32 part;  // the chunk that this block sends or counts
 
     DEVICE Block(const DispatchParams& params, u8* memory)
         : p(params), d(params.domain), shared(memory), control(*(Control*)(memory + params.control)), epoch(0), me(params.domain.rank),
-          lane(threadIdx.x % 32), warp(threadIdx.x / 32) {}
+          lane(threadIdx.x % 32), warp(threadIdx.x / 32), part(blockIdx.x - (blockIdx.x < params.senders ? 0 : params.counters)) {}
 
     // [E + R] first row or token index of this block's tokens, per expert and rank.
     DEVICE i32* base() const { return (i32*)(shared + p.base); }
@@ -50,22 +54,32 @@ struct Block {
     DEVICE i32* start() const { return (i32*)(shared + p.start); }
     // [WARPS][2 · pairs] tokens for each expert that a worker counted; then those of the workers before it.
     DEVICE u16* counted(u32 worker) const { return (u16*)(shared + p.worker_counts) + worker * 2 * pairs(); }
-    // [row_warps · stages][R] (expanded: two words) where the first rows go, as the workers know it.
-    DEVICE u32* first_rows() const { return (u32*)(shared + p.first_rows); }
+    // Of the first tokens of the chunk, one for each stage: the ranks that each goes to, a bit each; and (expanded) its K ids, NO_ID where a lane has none.
+    DEVICE u8* first_ranks() const { return shared + p.first_tokens; }
+    DEVICE u16* first_ids() const { return (u16*)(shared + p.first_tokens + MOST_FIRST_TOKENS); }
+    DEVICE u32 first_tokens() const { return p.row_warps * p.stages; }
     // Experts in twos.
     DEVICE u32 pairs() const { return (p.experts + 1) / 2; }
     DEVICE bool cached() const { return p.topk_idx == 0; }
     DEVICE u32 parity() const { return epoch & 1; }
-    // Warps [0, row_warps) carry rows, the others are workers.
+    // Blocks that send rows to other ranks, and those that count and write tables: the same, or others (expanded).
+    DEVICE bool sends() const { return blockIdx.x < p.senders; }
+    DEVICE bool counts() const { return blockIdx.x - p.counters < p.senders; }
+    // One block says for all what the rank receives.
+    DEVICE bool tells() const { return counts() && part == 0; }
+    // Warps [0, row_warps) carry rows, the others are workers. A block that counts and does not send has workers only, until its tables are written.
     DEVICE bool carries() const { return warp < p.row_warps; }
-    DEVICE u32 workers() const { return WARPS - p.row_warps; }
-    // First token of a sending block's chunk.
-    DEVICE u32 chunk(u32 block) const { return p.tokens * block / p.senders; }
-    // Token number q when `parts` chunks are walked side by side, as senders walk theirs; false if there is none.
+    DEVICE u32 first_worker() const { return EXPANDED && !sends() ? 0 : p.row_warps; }
+    DEVICE bool works() const { return warp >= first_worker(); }
+    DEVICE u32 workers() const { return WARPS - first_worker(); }
+    // First token and tokens of a chunk.
+    DEVICE u32 chunk(u32 c) const { return p.chunk_tokens * c + (c < p.chunk_rest ? c : p.chunk_rest); }
+    DEVICE u32 chunk_size(u32 c) const { return p.chunk_tokens + (c < p.chunk_rest); }
+    // Token number q when all chunks are walked side by side, as senders walk theirs, or (one part) in order; false if there is none.
     DEVICE bool walk(u32 q, u32 parts, u32& token) const {
-        const u32 c = q % parts, first = p.tokens * c / parts, at = q / parts;
-        token = first + at;
-        return at < p.tokens * (c + 1) / parts - first;
+        const u32 c = q % parts, at = q / parts;
+        token = (parts == 1 ? 0 : chunk(c)) + at;
+        return at < (parts == 1 ? p.tokens : chunk_size(c));
     }
     // Tokens of a chunk that its own block sends: at least one for each stage.
     DEVICE u32 fixed(u32 tokens) const {
@@ -80,7 +94,7 @@ struct Block {
     DEVICE u64* counts(u32 r, u32 s, u32 block) const {
         return cell64(d, r, d.counts) + (u64)((parity() * RANKS + s) * MAX_SENDERS + block) * d.count_cells;
     }
-    // A block has written this rank's tables; and (`told`) what other ranks are told.
+    // The tables of a chunk are written; and (`told`) what other ranks are told.
     DEVICE u64* chunk_cell(u32 block, bool told) const { return cell64(d, me, d.chunks) + (told ? MAX_SENDERS : 0) + block; }
     DEVICE u32* ticket(u32 kind) const {
         return (u32*)((u8*)cell32(d, me, d.tickets) + (u64)(parity() * TICKET_KINDS + kind) * CELL_LINE);

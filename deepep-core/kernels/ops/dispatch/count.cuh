@@ -2,131 +2,172 @@
 #pragma once
 #include "ops/dispatch/tokens.cuh"
 
-// Which of the first rows goes where, as far as its worker knows: worker << 16 | tokens before it in the worker's share; EMPTY if it does not go
-// there. Expanded, second word: expert << 16 | tokens for this expert before it in the share.
-constexpr u32 FIRST_WORDS = EXPANDED ? 2 : 1;
-DEVICE u32* first_row_of(const Block& b, u32 in_chunk, u32 r) { return b.first_rows() + (in_chunk * RANKS + r) * FIRST_WORDS; }
-
 // Reports an id that can't be, or that a lower lane has, and makes it −1. `same`: lanes of the warp with the same id.
 DEVICE void check_id(const Block& b, const TokenLanes& l, u32 token, u32 same, i32& e) {
-    if (e == -2) report_expert(b.p, b.epoch, RECORD_BAD_EXPERT, token, l.k);
-    const bool twice = e >= 0 && (same & l.mask() & warp::below(b.lane));
-    if (twice) report_expert(b.p, b.epoch, RECORD_DUPLICATE_EXPERT, token, l.k);
+    const bool twice = comes_twice(l, same, e);
+    if (e == -2 || twice) report_expert(b.p, b.epoch, e == -2 ? RECORD_BAD_EXPERT : RECORD_DUPLICATE_EXPERT, token, l.k);
     if (e < 0 || twice) e = -1;
 }
 
-// Counts a step's lanes by expert. Returns how many lanes with the same expert were counted before this one.
-DEVICE u32 count_experts(const Block& b, u16* counted, u32 same, i32 e) {
-    same &= warp::ballot(e >= 0);
-    const u32 below = __popc(same & warp::below(b.lane));
-    u32 before = 0;
-    if (e >= 0) before = counted[e] + below;
+// Counts experts in words of two. The order of threads does not matter.
+DEVICE void count_expert(u16* counted, i32 e) {
+    if (e >= 0) atomicAdd((u32*)counted + e / 2, 1u << 16 * (e % 2));
+}
+DEVICE void zero_counted(const Block& b, u16* counted) {
+    for (u32 i = b.lane; i < b.pairs(); i += 32) ((u32*)counted)[i] = 0;
     warp::sync();
-    if (e >= 0 && below == 0) counted[e] += __popc(same);
-    warp::sync();
-    return before;
 }
 
-// Plain: a worker counts its tokens by destination.
-DEVICE void count_ranks(const Block& b, const TokenLanes& l, const Share& share, Items& items) {
-    const u32 t0 = b.chunk(blockIdx.x), first = b.p.row_warps * b.p.stages;
+// What a worker of the plain layout knows of its tokens before there are positions.
+struct Counted {
+    static constexpr u32 ROUNDS = 32 / MAX_RANKS;
+    u32 ranks = 0;  // of this lane's tokens of the first rounds, MAX_RANKS bits each
+};
+
+// Plain: a worker counts its tokens by destination. `round`: the first, on its way.
+DEVICE void count_ranks(const Block& b, const TokenLanes& l, const Share& share, Round& round, Counted& counted) {
+    const u32 t0 = b.chunk(b.part), tokens = round_tokens(l);
     u32 to_rank = 0;  // lane r: tokens for rank r
-    each_steps(b, l, share, items, [&](const Steps& steps) {
-        // Few tokens of a chunk are among the first.
-        if (steps.begin - t0 < first) {
+    u32 i = 0;
+#pragma unroll 1
+    for (u32 begin = share.begin; begin < share.end; begin += tokens, i++) {
+        if (i > 0) load_round(b, l, begin, round);
+        const u32 n = share.end - begin, ranks = ranks_of(b, l, round, n < tokens ? n : tokens), in_chunk = begin + b.lane - t0;
+        if (b.lane < n && in_chunk < b.first_tokens()) b.first_ranks()[in_chunk] = (u8)ranks;
+        if (i < Counted::ROUNDS) counted.ranks |= ranks << MAX_RANKS * i;
 #pragma unroll
-            for (u32 r = 0; r < RANKS; r++)
-                steps.each_index(l, r, warp::get(to_rank, r), [&](u32 t, bool in, u32 group, i32 index) {
-                    if (in && l.k == 0 && t - t0 < first) *first_row_of(b, t - t0, r) = group ? b.warp << 16 | (u32)index : EMPTY;
-                });
+        for (u32 r = 0; r < RANKS; r++) {
+            const u32 all = __popc(warp::ballot(ranks >> r & 1));
+            if (b.lane == r) to_rank += all;
         }
-        to_rank += steps.number(b.lane);
-    });
+    }
     if (b.lane < RANKS) b.control.to_rank[b.warp][b.lane] = to_rank;
 }
 
-// A worker counts its tokens by destination, and in the expanded layout by expert.
-DEVICE void count_tokens(const Block& b, const TokenLanes& l, const Share& share, Items& items) {
+// Expanded: a worker counts its tokens by destination and expert, and reports ids that can't be: whoever hears of the counts may tell the host. Where another
+// block does so, it only looks at what goes where.
+DEVICE void count_experts(const Block& b, const TokenLanes& l, const Share& share, Items& items) {
     u16* counted = b.counted(b.warp);
-    for (u32 i = b.lane; i < b.pairs(); i += 32) ((u32*)counted)[i] = 0;
-    warp::sync();
-    if (!EXPANDED) return count_ranks(b, l, share, items);
-    const u32 t0 = b.chunk(blockIdx.x), first = b.p.row_warps * b.p.stages;
+    const bool counts = b.counts();
+    if (counts) zero_counted(b, counted);
+    const u32 t0 = b.chunk(b.part);
     u32 to_rank = 0;  // lane r: tokens for rank r
     each_step(l, share, [&](u32 t, bool in, u32 i) {
         i32 e = given_id(b, l, share, items, t, in, i);
         const u32 same = same_expert(e, b.lane);
-        check_id(b, l, t, same, e);
-        keep_id(b, l, items, t, in, i, e, e);
-        const u32 before = count_experts(b, counted, same, e);
+        // Seldom. Not in a call that some rank has left: nothing is started then.
+        if (counts && warp::any(e == -2 || comes_twice(l, same, e)) && !aborted(b.d)) check_id(b, l, t, same, e);
+        if (e < 0 || comes_twice(l, same, e)) e = -1;
+        if (counts) count_expert(counted, e);
         const i32 dest = rank_of(b, e);
-        const bool any_first = warp::any(in && t - t0 < first);
+        u32 ranks = 0;
 #pragma unroll
         for (u32 r = 0; r < RANKS; r++) {
             u32 group;
             const u32 firsts = first_to(l, dest, r, b.lane, group);
-            if (any_first) {
-                const u32 index = warp::get(to_rank, r) + __popc(firsts & warp::below(l.first()));
-                const u32 place = warp::get((u32)e << 16 | before, group ? __ffs(group) - 1 : 0);
-                if (in && l.k == 0 && t - t0 < first) {
-                    u32* at = first_row_of(b, t - t0, r);
-                    at[0] = group ? b.warp << 16 | index : EMPTY;
-                    at[FIRST_WORDS - 1] = place;
-                }
-            }
+            ranks |= (group != 0) << r;
             if (b.lane == r) to_rank += __popc(firsts);
         }
+        const u32 in_chunk = t - t0;
+        if (!in || in_chunk >= b.first_tokens()) return;
+        b.first_ids()[in_chunk * l.topk + l.k] = e < 0 ? NO_ID : (u16)e;
+        if (l.k == 0) b.first_ranks()[in_chunk] = (u8)ranks;
     });
-    if (b.lane < RANKS) b.control.to_rank[b.warp][b.lane] = to_rank;
+    if (counts && b.lane < RANKS) b.control.to_rank[b.warp][b.lane] = to_rank;
 }
 
 // Plain, when positions are known: a worker counts its tokens by expert, and writes the ids that are valid; none of them, if a rank receives too much.
 DEVICE void count_later(const Block& b, const TokenLanes& l, const Share& share, Items& items, u32 over) {
     u16* counted = b.counted(b.warp);
+    zero_counted(b, counted);
     each_step(l, share, [&](u32 t, bool in, u32 i) {
         i32 e = given_id(b, l, share, items, t, in, i);
         const u32 same = same_expert(e, b.lane);
         check_id(b, l, t, same, e);
         keep_id(b, l, items, t, in, i, e, over == RANKS ? e : -1);
-        count_experts(b, counted, same, e);
+        count_expert(counted, e);
     });
 }
 
-// Sums what the workers counted at `at(w)`, and leaves with each the sum of those before it.
-template <class At>
-DEVICE u32 sum_workers(const Block& b, At at) {
+// Sums what the workers counted of a pair of experts, and leaves with each the sum of those before it. Two experts at once: a chunk's counts have 16 bits.
+// `tell(sum)` comes first.
+template <class Tell>
+DEVICE void sum_pair(const Block& b, u32 pair, Tell tell) {
+    const u32 first = b.first_worker();
     u32 v[WARPS], sum = 0;
 #pragma unroll
-    for (u32 w = 0; w < WARPS; w++) v[w] = w < b.p.row_warps ? 0 : *at(w);
-#pragma unroll
     for (u32 w = 0; w < WARPS; w++) {
-        if (w >= b.p.row_warps) *at(w) = sum;
+        v[w] = w < first ? 0 : ((u32*)b.counted(w))[pair];
         sum += v[w];
     }
-    return sum;
-}
-// Two experts at once: a chunk's counts have 16 bits.
-DEVICE u32 sum_pair(const Block& b, u32 pair) {
-    return sum_workers(b, [&](u32 w) { return (u32*)b.counted(w) + pair; });
+    tell(sum);
+    sum = 0;
+#pragma unroll
+    for (u32 w = 0; w < WARPS; w++) {
+        if (w >= first) ((u32*)b.counted(w))[pair] = sum;
+        sum += v[w];
+    }
 }
 
-// Tells all ranks what they need for positions.
+// Tells all ranks what they need for positions. Behind a block barrier.
 DEVICE void publish_counts(const Block& b) {
-    for (u32 i = threadIdx.x; i < RANKS + (EXPANDED ? b.pairs() : 0); i += THREADS) {
-        const u32 sum = i < RANKS ? sum_workers(b, [&](u32 w) { return &b.control.to_rank[w][i]; }) : sum_pair(b, i - RANKS);
-        const u32 cell = i < RANKS ? i : COUNT_PAIRS + i - RANKS;
-#pragma unroll
-        for (u32 r = 0; r < RANKS; r++) arch::st_relaxed_sys(b.counts(r, b.me, blockIdx.x) + cell, pack_cell(b.epoch, sum));
+    if (b.warp < RANKS) {
+        u32* counted = &b.control.to_rank[b.lane % WARPS][b.warp];
+        const bool worker = b.lane >= b.first_worker() && b.lane < WARPS;
+        const i32 mine = worker ? (i32)*counted : 0, upto = warp::inclusive_sum(mine, b.lane), all = warp::get(upto, 31);
+        if (b.lane < RANKS) arch::st_relaxed_sys(b.counts(b.lane, b.me, b.part) + b.warp, pack_cell(b.epoch, all));
+        if (worker) *counted = upto - mine;
     }
+    if (!EXPANDED) return;
+    // From the last thread on: the first warps have told of ranks.
+    for (u32 i = THREADS - 1 - threadIdx.x; i < b.pairs(); i += THREADS)
+        sum_pair(b, i, [&](u32 sum) {
+#pragma unroll
+            for (u32 r = 0; r < RANKS; r++) arch::st_relaxed_sys(b.counts(r, b.me, b.part) + COUNT_PAIRS + i, pack_cell(b.epoch, sum));
+        });
 }
 
 // Plain, by the workers: tells the experts' ranks how many tokens go to each.
 DEVICE void publish_experts(const Block& b) {
-    for (u32 i = threadIdx.x - 32 * b.p.row_warps; i < b.pairs(); i += 32 * b.workers()) {
-        const u64 cell = pack_cell(b.epoch, sum_pair(b, i));
-        // Both experts of a pair, who may live on different ranks. The last one may not exist.
-        const u32 r = 2 * i / b.p.local_experts, other = (2 * i + 1) / b.p.local_experts;
-        arch::st_relaxed_sys(b.counts(r, b.me, blockIdx.x) + COUNT_PAIRS + i, cell);
-        if (other != r && other < RANKS) arch::st_relaxed_sys(b.counts(other, b.me, blockIdx.x) + COUNT_PAIRS + i, cell);
+    for (u32 i = threadIdx.x - 32 * b.p.row_warps; i < b.pairs(); i += 32 * b.workers())
+        sum_pair(b, i, [&](u32 sum) {
+            // Both experts of a pair, who may live on different ranks. The last one may not exist.
+            const u32 r = 2 * i / b.p.local_experts, other = (2 * i + 1) / b.p.local_experts;
+            arch::st_relaxed_sys(b.counts(r, b.me, b.part) + COUNT_PAIRS + i, pack_cell(b.epoch, sum));
+            if (other != r && other < RANKS) arch::st_relaxed_sys(b.counts(other, b.me, b.part) + COUNT_PAIRS + i, pack_cell(b.epoch, sum));
+        });
+}
+
+// Where the first row of a lane's stage goes, as far as this block knows it: tokens for the same rank, and (expanded) rows of the same expert, before it in
+// the chunk.
+struct FirstPlace {
+    i32 expert = -1, rows = 0, index = -1;
+};
+// By a warp, whose lanes ask for token `in_chunk` of the first ones and rank r; EMPTY for none. The workers have met.
+DEVICE FirstPlace first_place(const Block& b, u32 in_chunk, u32 r) {
+    FirstPlace place;
+    const u32 low = b.first_ranks()[b.lane], high = b.lane < MOST_FIRST_TOKENS - 32 ? b.first_ranks()[32 + b.lane] : 0;
+#pragma unroll
+    for (u32 i = 0; i < RANKS; i++) {
+        const u64 goes = (u64)warp::ballot(high >> i & 1) << 32 | warp::ballot(low >> i & 1);
+        if (i != r || in_chunk == EMPTY || !(goes >> in_chunk & 1)) continue;
+        const u64 before = goes & (((u64)1 << in_chunk) - 1);
+        place.index = __popc((u32)before) + __popc((u32)(before >> 32));
     }
+    if (!EXPANDED) return place;
+    const u16* ids = b.first_ids();
+    if (place.index >= 0)
+        for (u32 k = b.p.lanes; k-- > 0;) {
+            const u32 e = ids[in_chunk * b.p.lanes + k];
+            if (e != NO_ID && rank_of(b, (i32)e) == (i32)r) place.expert = (i32)e;
+        }
+    // The lanes in turn, each with the whole warp.
+    for (u32 wanted = warp::ballot(place.expert >= 0); wanted != 0; wanted &= wanted - 1) {
+        const u32 asks = __ffs(wanted) - 1, e = warp::get((u32)place.expert, asks), end = warp::get(in_chunk, asks) * b.p.lanes;
+        u32 rows = 0;
+#pragma unroll 2
+        for (u32 i = 0; i < end; i += 32) rows += __popc(warp::ballot(i + b.lane < end && ids[i + b.lane] == e));
+        if (b.lane == asks) place.rows = (i32)rows;
+    }
+    return place;
 }

@@ -41,7 +41,7 @@ struct Places {
     }
 };
 
-// A cached dispatch: places only. By one warp; false for a lane whose rank's does not come.
+// By one warp: places only; false for a lane whose rank's does not come.
 DEVICE bool acquire_places(const Block& b) {
     Places places;
     const Place at = b.place(PHASE_TOTALS, b.lane, CELL_PLACE);
@@ -55,8 +55,59 @@ DEVICE u32 sum_lanes(u32 v, u32 lane, u32 most) {
     return v;
 }
 
-// What a warp gathers of a run of blocks: row i is block `first` + i / R of rank i mod R. Warp r < R sums the cells of rank r. Expanded: eight
-// lanes share a column of four experts.
+// Plain. Warp r < R gathers what all blocks of all ranks send to rank r: each lane looks at blocks of one rank, and has asked for its place, which says how many
+// there are, by the time that it needs to know.
+DEVICE bool gather_rank(const Block& b) {
+    constexpr u32 BESIDE = 32 / RANKS, MANY = RANKS <= 2 ? 2 : 4;
+    const u32 rank = b.lane % RANKS, own = b.lane / RANKS;
+    const bool asks = own < BESIDE;
+    const u64 *cells = b.counts(b.me, rank, 0) + b.warp, *place_cell = b.totals(b.me, rank) + CELL_PLACE;
+    u32 senders = 0, below = 0, all = 0;
+#pragma unroll 1
+    for (u32 c0 = own; warp::any(c0 == own || (asks && c0 < senders)); c0 += BESIDE * MANY) {
+        u64 n[MANY];
+        const bool ok = wait_for_all(b.d, b.place(PHASE_TOTALS, rank, CELL_PLACE), b.epoch, [&](Place& at, u64& seen) {
+            // Blocks that there are not name the last one that there may be: loads without a condition are all under way together.
+#pragma unroll
+            for (u32 j = 0; j < MANY; j++) {
+                const u32 c = c0 + BESIDE * j;
+                n[j] = arch::ld_relaxed_sys(cells + (u64)(c < MAX_SENDERS ? c : MAX_SENDERS - 1) * b.d.count_cells);
+            }
+            const u64 place = arch::ld_relaxed_sys(place_cell);
+            senders = asks ? (u32)place >> 20 : 0;
+            bool ready = cell_epoch(place) == b.epoch;
+            if (!ready) seen = cell_epoch(place);
+#pragma unroll
+            for (u32 j = 0; j < MANY; j++) {
+                const u32 c = c0 + BESIDE * j;
+                if (!ready || c >= senders || cell_epoch(n[j]) == b.epoch) continue;
+                at = b.place(rank == b.me ? PHASE_PARTIALS : PHASE_TOTALS, rank, c);
+                seen = cell_epoch(n[j]);
+                ready = false;
+            }
+            return ready;
+        });
+        if (!warp::all(ok)) return false;
+#pragma unroll
+        for (u32 j = 0; j < MANY; j++) {
+            const u32 c = c0 + BESIDE * j, count = c < senders ? (u32)n[j] : 0;
+            all += count;
+            if (rank < b.me || (rank == b.me && c < b.part)) below += count;
+        }
+    }
+    // For the prefix sums of what comes here.
+    if (b.tells() && b.warp == b.me && asks) atomicAdd(&b.control.from[rank], all);
+    all = sum_lanes(all, b.lane, 32);
+    below = sum_lanes(below, b.lane, 32);
+    if (b.lane == 0) {
+        b.base()[b.p.experts + b.warp] = (i32)below;
+        b.total()[b.p.experts + b.warp] = (i32)all;
+    }
+    return true;
+}
+
+// Expanded. What a warp gathers of a run of blocks: row i is block `first` + i / R of rank i mod R. Warp r < R sums the cells of rank r. Eight lanes share a
+// column of four experts.
 struct Gather {
     static constexpr u32 ROWS = 64, SHARING = 8, COLUMNS = 32 / SHARING;
     // All rows that a lane looks at are of one rank.
@@ -69,7 +120,7 @@ struct Gather {
     DEVICE u32 rank(u32 row) const { return row % RANKS; }
     DEVICE u32 block(u32 row) const { return first + row / RANKS; }
     // Cells of the blocks before this one: of lower ranks, and of lower blocks of this rank.
-    DEVICE bool before(u32 row) const { return rank(row) < b.me || (rank(row) == b.me && block(row) < blockIdx.x); }
+    DEVICE bool before(u32 row) const { return rank(row) < b.me || (rank(row) == b.me && block(row) < b.part); }
     // Offset of a cell of a row in this rank's counts.
     DEVICE u32 offset(u32 row, u32 cell) const { return (rank(row) * MAX_SENDERS + block(row)) * b.d.count_cells + cell; }
     DEVICE u32 last(u32 row) const { return row < rows ? row : rows - 1; }
@@ -83,10 +134,10 @@ struct Gather {
     DEVICE bool known_absent(u32 row) const { return first > 0 && block(row) >= b.control.senders[rank(row)]; }
     // `column`: of this lane, counted in fours of experts. `ranks`: this warp sums a rank's cells, too; `awaits`: and awaits the places.
     DEVICE bool run(u32 column, bool ranks, bool awaits, Places& places) const {
-        constexpr u32 N = EXPANDED ? ROWS / SHARING : 1;
+        constexpr u32 N = ROWS / SHARING;
         const u64* cells = b.counts(b.me, 0, 0);
         const u32 row_in_eight = b.lane % SHARING;
-        const bool experts = EXPANDED && 2 * column < b.pairs(), two = 2 * column + 1 < b.pairs();
+        const bool experts = 2 * column < b.pairs(), two = 2 * column + 1 < b.pairs();
         const u32 pair = COUNT_PAIRS + (experts ? 2 * column : 0);
         u32 below[4] = {}, all[4] = {}, rank_below = 0, rank_all = 0;
 #pragma unroll 1
@@ -111,7 +162,7 @@ struct Gather {
 #pragma unroll
                 for (u32 j = 0; j < N; j++) {
                     v[j][0] = v[j][1] = 0;
-                    if (EXPANDED) arch::ld_relaxed_sys(cells + offset(last(row + SHARING * j), pair), v[j][0], v[j][1]);
+                    arch::ld_relaxed_sys(cells + offset(last(row + SHARING * j), pair), v[j][0], v[j][1]);
                 }
                 // Under way with them, what says which blocks there are not. Where a lane looks at several ranks, this would take too many registers: there, one
                 // missing cell is asked for now and then.
@@ -155,8 +206,8 @@ struct Gather {
                     const u32 i = rank_row + 32 * j, count = none >> j & 1 ? 0 : (u32)n[j];
                     rank_all += count;
                     if (before(i)) rank_below += count;
-                    // Block 0 keeps the prefix sums of what comes here.
-                    if (blockIdx.x == 0 && b.warp == b.me) atomicAdd(&b.control.from[rank(last(i))], count);
+                    // For the prefix sums of what comes here.
+                    if (b.tells() && b.warp == b.me) atomicAdd(&b.control.from[rank(last(i))], count);
                 }
             }
             // Two experts at once: eight chunks have at most 65535 tokens.
@@ -185,27 +236,25 @@ struct Gather {
                 b.total()[b.p.experts + b.warp] += rank_all;
             }
         }
-        if (EXPANDED) {
 #pragma unroll
-            for (u32 i = 0; i < 4; i++) {
-                all[i] = sum_lanes(all[i], b.lane, SHARING);
-                below[i] = sum_lanes(below[i], b.lane, SHARING);
-                const u32 q = 4 * column + i;
-                if (row_in_eight == 0 && q < b.p.experts) {
-                    b.base()[q] += below[i];
-                    b.total()[q] += all[i];
-                }
+        for (u32 i = 0; i < 4; i++) {
+            all[i] = sum_lanes(all[i], b.lane, SHARING);
+            below[i] = sum_lanes(below[i], b.lane, SHARING);
+            const u32 q = 4 * column + i;
+            if (row_in_eight == 0 && q < b.p.experts) {
+                b.base()[q] += below[i];
+                b.total()[q] += all[i];
             }
         }
         return true;
     }
 };
 
-// By all warps: adds the counts of a run of blocks of all ranks to `base` and `total`. The closer learns the places in the first one. False if something
+// Expanded, by all warps: adds the counts of a run of blocks of all ranks to `base` and `total`. The closer learns the places in the first one. False if something
 // did not come.
 DEVICE bool gather(const Block& b, u32 first, u32 blocks) {
     const Gather gather(b, first, blocks);
-    const u32 columns = EXPANDED ? (b.pairs() + 1) / 2 : 0;
+    const u32 columns = (b.pairs() + 1) / 2;
     bool ranks = b.warp < RANKS, awaits = b.warp == CLOSER && first == 0;
 #pragma unroll 1
     for (u32 column = b.warp * Gather::COLUMNS; column < columns || ranks || awaits; column += WARPS * Gather::COLUMNS) {
@@ -219,6 +268,12 @@ DEVICE bool gather(const Block& b, u32 first, u32 blocks) {
 
 // By all threads: what this block's positions start from. Ends with a block barrier; false, for all of them, if something did not come.
 DEVICE bool exchange_counts(const Block& b) {
+    if (!EXPANDED) {
+        bool ok = true;
+        if (b.warp < RANKS) ok = gather_rank(b);
+        if (b.warp == CLOSER) ok = acquire_places(b);
+        return !__syncthreads_or(!ok);
+    }
     u32 first = 0, end = b.p.senders;
     for (;;) {
         if (__syncthreads_or(!gather(b, first, end - first))) return false;
@@ -280,7 +335,7 @@ DEVICE u32 over_capacity(const Block& b) {
     return over;
 }
 
-// By threads of block 0, see report.cuh. `TO`: whom.
+// By threads of the block that tells, see report.cuh. `TO`: whom.
 template <u32 TO>
 DEVICE void tell_counts(const Block& b, u32 over, u32 thread, u32 threads) {
     const u32 local = b.p.local_experts, r = over == RANKS ? b.me : over;

@@ -56,8 +56,8 @@ struct Sender {
     MARK_STATE(unmarked);
 
     DEVICE Sender(const Block& block, Ring& r) : b(block), ring(r), taken(0), ticket(0), told(false), token(-1), row(-1), index(-1) {
-        t0 = b.chunk(blockIdx.x);
-        n = b.chunk(blockIdx.x + 1) - t0;
+        t0 = b.chunk(b.part);
+        n = b.chunk_size(b.part);
         const u32 shared_out = b.fixed(n), w = b.p.row_warps;
         // Expanded rows of the own rank are the movers' work.
         const bool nothing = EXPANDED && RANKS == 1;
@@ -98,17 +98,15 @@ struct Sender {
         const u32 r = rank();
         return r < RANKS && !(r == b.me && (EXPANDED || gridDim.x > b.p.senders));
     }
-    // Row and index of the first row in this lane's stage, from what the workers have counted and the block's base.
-    DEVICE void place_first(i32& first_row, i32& first_index) const {
+    // What is known before the exchange of where the first row in this lane's stage goes; and its row and index, from that and the block's base.
+    DEVICE FirstPlace look_ahead() const {
         const i32 t = first_token_here();
-        if (t < 0 || !sends()) return;
-        const u32 r = rank(), *at = first_row_of(b, t - t0, r);
-        if (at[0] == EMPTY) return;
-        const u32 w = at[0] >> 16, place = b.base()[b.p.experts + r] + b.control.to_rank[w][r] + (at[0] & 0xffff);
-        first_row = first_index = (i32)place;
-        if (!EXPANDED) return;
-        const u32 e = at[1] >> 16;
-        first_row = b.base()[e] + b.counted(w)[e] + (i32)(at[1] & 0xffff);
+        return first_place(b, t >= 0 && sends() ? t - t0 : EMPTY, rank());
+    }
+    DEVICE void place_first(const FirstPlace& place, i32& first_row, i32& first_index) const {
+        if (place.index < 0) return;
+        first_row = first_index = b.base()[b.p.experts + rank()] + place.index;
+        if (EXPANDED) first_row = b.base()[place.expert] + place.rows;
     }
     // The same in a cached dispatch, from the handle.
     DEVICE void look_up_first(i32& first_row, i32& first_index) {
@@ -131,12 +129,12 @@ struct Sender {
     DEVICE i32 next() {
         if (taken < fixed) return (i32)first_token(taken++);
         if (b.p.drawn == 0 || (EXPANDED && RANKS == 1)) return -1;
-        const u32 senders = b.p.senders, largest = b.p.tokens / senders + 1, longest = largest - b.fixed(largest);
+        const u32 senders = b.p.senders, largest = b.p.chunk_tokens + 1, longest = largest - b.fixed(largest);
         for (;;) {
             const u32 q = warp::get(ticket, 0);
             if (q / senders >= longest) return -1;
             draw();
-            const u32 c = q % senders, first = b.chunk(c), size = b.chunk(c + 1) - first;
+            const u32 c = q % senders, first = b.chunk(c), size = b.chunk_size(c);
             const u32 at = b.fixed(size) + q / senders;
             if (at < size) return (i32)(first + at);
         }

@@ -45,24 +45,35 @@ DEVICE void tell_rank(const Block& b, const TokenLanes& l, u32 r, u32 group, i32
     }
 }
 
-// Plain, from ids as they are given: where tokens go.
-DEVICE void write_rows(const Block& b, const TokenLanes& l, const Share& share, Items& items, u32 over) {
+// Plain, from what was counted: where tokens go.
+DEVICE void write_rows(const Block& b, const TokenLanes& l, const Share& share, const Counted& counted, u32 over) {
     i32* sent_row = b.mine<i32>(b.p.sent_row);
+    const u32 tokens = round_tokens(l);
     i32 next = first_index(b);
-    each_steps(b, l, share, items, [&](const Steps& steps) {
+    u32 i = 0;
+#pragma unroll 1
+    for (u32 begin = share.begin; begin < share.end; begin += tokens, i++) {
+        const u32 n = share.end - begin, t = begin + b.lane;
+        u32 ranks = counted.ranks >> MAX_RANKS * (i % Counted::ROUNDS);
+        if (i >= Counted::ROUNDS) {
+            Round round;
+            load_round(b, l, begin, round);
+            ranks = ranks_of(b, l, round, n < tokens ? n : tokens);
+        }
 #pragma unroll
-        for (u32 r = 0; r < RANKS; r++)
-            steps.each_index(l, r, warp::get(next, r), [&](u32 t, bool in, u32 group, i32 index) {
-                if (in && l.k == 0) sent_row[(u64)t * RANKS + r] = group && over == RANKS ? index : -1;
-            });
-        next += (i32)steps.number(b.lane);
-    });
+        for (u32 r = 0; r < RANKS; r++) {
+            const bool goes = ranks >> r & 1;
+            const u32 all = warp::ballot(goes);
+            const i32 index = warp::get(next, r) + __popc(all & warp::below(b.lane));
+            if (b.lane < n && b.lane < tokens) sent_row[(u64)t * RANKS + r] = goes && over == RANKS ? index : -1;
+            if (b.lane == r) next += __popc(all);
+        }
+    }
 }
 
-// A fresh dispatch: this rank's own tables, from the counts. Other warps wait for them, so that what other ranks are told comes afterwards, in tell_tables; but
-// for steps beyond AHEAD in the expanded layout, whose rows are not kept. Changes what the worker counted by expert.
+// Expanded, a fresh dispatch: this rank's own tables, from the counts. Other warps wait for them, so that what other ranks are told comes afterwards, in tell_tables; but
+// for steps beyond AHEAD, whose rows are not kept. Changes what the worker counted by expert.
 DEVICE void write_tables(const Block& b, const TokenLanes& l, const Share& share, Items& items, u32 over, i32 (&rows)[AHEAD]) {
-    if (!EXPANDED) return write_rows(b, l, share, items, over);
     u16* seen = b.counted(b.warp);
     i32* topk = b.mine<i32>(b.p.topk);
     i32* sent_row = b.mine<i32>(b.p.sent_row);
@@ -72,15 +83,13 @@ DEVICE void write_tables(const Block& b, const TokenLanes& l, const Share& share
     each_step(l, share, [&](u32 t, bool in, u32 i) {
         const u64 at = (u64)t * b.p.lanes + l.k;
         const bool tell = i >= AHEAD;
-        i32 e = kept_id(b, l, share, items, t, in, i);
+        u32 same;
+        i32 e = valid_id(b, l, share, items, t, in, i, same);
         const float weight = tell ? weight_of(b, l, share, items, t, in, i) : 0.f;
-        if (over != RANKS) {
-            e = -1;
-            if (in) topk[at] = -1;
-        }
+        if (over != RANKS) e = -1;
+        if (in) topk[at] = e;
         const i32 dest = rank_of(b, e);
         i32 row = -1;
-        const u32 same = same_expert(e, b.lane);
         if (e >= 0) row = b.base()[e] + seen[e] + __popc(same & warp::below(b.lane));
         warp::sync();
         if (e >= 0 && (same & warp::below(b.lane)) == 0) seen[e] += __popc(same);
@@ -105,13 +114,14 @@ DEVICE void write_tables(const Block& b, const TokenLanes& l, const Share& share
 // And what other ranks are told, this one like the others.
 DEVICE void tell_tables(const Block& b, const TokenLanes& l, const Share& share, Items& items, const i32 (&rows)[AHEAD]) {
     if (EXPANDED && share.end - share.begin > AHEAD * l.per_step) {
-        load_kept_ids(b, l, share, 0, items);
+        load_ids(b, l, share, 0, items);
         load_weights(b, l, share, 0, items);
     }
     i32 next = first_index(b);
     each_step(l, share, [&](u32 t, bool in, u32 i) {
         if (EXPANDED && i >= AHEAD) return;
-        const i32 e = kept_id(b, l, share, items, t, in, i);
+        u32 same;
+        const i32 e = EXPANDED ? valid_id(b, l, share, items, t, in, i, same) : kept_id(b, l, items, t, in, i);
         const float weight = weight_of(b, l, share, items, t, in, i);
         const i32 dest = rank_of(b, e), row = EXPANDED ? select(rows, i) : -1;
         write_own_weight(b, dest == (i32)b.me ? row : -1, weight);

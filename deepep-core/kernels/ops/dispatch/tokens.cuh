@@ -3,16 +3,14 @@
 #include "ops/dispatch/block.cuh"
 #include "ops/dispatch/report.cuh"
 
-// Steps of a worker whose ids and weights are loaded together. In the expanded layout they are loaded again when they are used again, since the exchange
-// needs the registers, and later steps in the same way; in the plain layout they are held, and later steps, of which a usual call has none, loaded one by one.
+// Steps of a worker whose ids and weights are loaded together; later steps, of which a usual call has none, are loaded in the same way (expanded) or one by one.
 constexpr u32 AHEAD = EXPANDED ? 4 : 16;
 
 // The lanes of a warp hold the top-k lanes of 32 / K tokens at a time.
 struct TokenLanes {
     u32 lane, topk, per_step, group, k;
-    DEVICE TokenLanes(u32 lane, u32 topk) : lane(lane), topk(topk) {
-        per_step = 32 / topk;
-        group = lane / topk;
+    DEVICE TokenLanes(const Block& b) : lane(b.lane), topk(b.p.lanes), per_step(b.p.step_tokens) {
+        group = lane * b.p.step_inverse >> 16;
         k = lane - group * topk;
     }
     DEVICE bool active() const { return group < per_step; }
@@ -21,13 +19,18 @@ struct TokenLanes {
     DEVICE u32 mask() const { return active() ? (ALL_LANES >> (32 - topk)) << first() : 0; }
 };
 
-// The tokens of one worker.
+// The tokens of one worker: of its chunk, or of the first ones of the chunk where another block counts.
 struct Share {
     u32 begin, end;
     DEVICE Share(const Block& b) {
-        const u32 t0 = b.chunk(blockIdx.x), n = b.chunk(blockIdx.x + 1) - t0, w = b.warp - b.p.row_warps;
-        begin = t0 + n * w / b.workers();
-        end = t0 + n * (w + 1) / b.workers();
+        const u32 t0 = b.chunk(b.part), w = b.warp - b.first_worker();
+        u32 n = b.chunk_size(b.part), each = b.p.worker_tokens;
+        if (EXPANDED && !b.counts()) {
+            n = n < b.first_tokens() ? n : b.first_tokens();
+            each = b.p.first_share;
+        }
+        begin = t0 + (w * each < n ? w * each : n);
+        end = t0 + ((w + 1) * each < n ? (w + 1) * each : n);
     }
 };
 
@@ -86,15 +89,10 @@ DEVICE void take_given_ids(const Block& b, const TokenLanes& l, const Share& sha
 #pragma unroll
     for (u32 i = 0; i < AHEAD; i++) items.expert[i] = ahead_in(l, share, from + i) ? known_expert(b.p, given.id[i]) : -1;
 }
-// Again, as they were kept.
-DEVICE void load_kept_ids(const Block& b, const TokenLanes& l, const Share& share, u32 from, Items& items) {
-    if (share.begin == share.end) return;
-    const i32* topk = b.mine<i32>(b.p.topk);
-#pragma unroll
-    for (u32 i = 0; i < AHEAD; i++) items.expert[i] = arch::ld_received(topk + ahead_at(b, l, share, from + i));
-#pragma unroll
-    for (u32 i = 0; i < AHEAD; i++)
-        if (!ahead_in(l, share, from + i)) items.expert[i] = -1;
+DEVICE void load_ids(const Block& b, const TokenLanes& l, const Share& share, u32 from, Items& items) {
+    Given given;
+    load_given_ids(b, l, share, from, given);
+    take_given_ids(b, l, share, from, given, items);
 }
 // Of steps that the share does not have, nobody uses them.
 DEVICE void load_weights(const Block& b, const TokenLanes& l, const Share& share, u32 from, Items& items) {
@@ -116,13 +114,9 @@ DEVICE void each_step(const TokenLanes& l, const Share& share, Step step) {
 }
 // Whether the steps from i on have to be loaded: not the first ones, which were.
 DEVICE bool reload(u32 i) { return EXPANDED && i > 0 && i % AHEAD == 0; }
-// The id of a step as it was given; `keep_id` changes it.
+// The id of a step as it was given; `keep_id` changes it in the plain layout.
 DEVICE i32 given_id(const Block& b, const TokenLanes& l, const Share& share, Items& items, u32 t, bool in, u32 i) {
-    if (reload(i)) {
-        Given given;
-        load_given_ids(b, l, share, i, given);
-        take_given_ids(b, l, share, i, given, items);
-    }
+    if (reload(i)) load_ids(b, l, share, i, items);
     if (EXPANDED) return select(items.expert, i % AHEAD);
     return i < AHEAD ? select(items.expert, i) : in ? load_expert(b.p, t, l.k) : -1;
 }
@@ -135,10 +129,8 @@ DEVICE void keep_id(const Block& b, const TokenLanes& l, Items& items, u32 t, bo
     }
     if (in) b.mine<i32>(b.p.topk)[(u64)t * b.p.lanes + l.k] = kept;
 }
-// The id as it was kept.
-DEVICE i32 kept_id(const Block& b, const TokenLanes& l, const Share& share, Items& items, u32 t, bool in, u32 i) {
-    if (reload(i)) load_kept_ids(b, l, share, i, items);
-    if (EXPANDED) return select(items.expert, i % AHEAD);
+// Plain: the id as it was kept.
+DEVICE i32 kept_id(const Block& b, const TokenLanes& l, Items& items, u32 t, bool in, u32 i) {
     return i < AHEAD ? select(items.expert, i) : in ? load_valid(b, t, l.k) : -1;
 }
 DEVICE float weight_of(const Block& b, const TokenLanes& l, const Share& share, Items& items, u32 t, bool in, u32 i) {
@@ -147,7 +139,19 @@ DEVICE float weight_of(const Block& b, const TokenLanes& l, const Share& share, 
     return i < AHEAD ? select(items.weight, i) : in ? load_weight(b, t, l.k) : 0.f;
 }
 
+// Lanes of the warp with the same expert. None has an id that is no expert, or is −1.
 DEVICE u32 same_expert(i32 expert, u32 lane) { return warp::match(expert >= 0 ? (u32)expert : 0x40000000u | lane); }
+
+// Whether a lower lane of the token has this id.
+DEVICE bool comes_twice(const TokenLanes& l, u32 same, i32 e) { return e >= 0 && (same & l.mask() & warp::below(l.lane)); }
+// Expanded: an id as it is given, or −1 if it can't be or a lower lane of the token has it. `same`: lanes with this expert.
+DEVICE i32 valid_id(const Block& b, const TokenLanes& l, const Share& share, Items& items, u32 t, bool in, u32 i, u32& same) {
+    const i32 e = given_id(b, l, share, items, t, in, i);
+    same = same_expert(e, b.lane);
+    const bool valid = e >= 0 && !comes_twice(l, same, e);
+    same &= warp::ballot(valid);
+    return valid ? e : -1;
+}
 
 // Lanes of the warp that go to rank r with a token that no lower lane of the token sends there.
 DEVICE u32 first_to(const TokenLanes& l, i32 dest, u32 r, u32 lane, u32& group) {
@@ -156,58 +160,36 @@ DEVICE u32 first_to(const TokenLanes& l, i32 dest, u32 r, u32 lane, u32& group) 
     return warp::ballot(dest == (i32)r && (group & warp::below(lane)) == 0);
 }
 
-// Plain: steps that are looked at side by side, since one behind the other each would wait for its votes.
-struct Steps {
-    static constexpr u32 MANY = RANKS <= 2 ? 4 : RANKS <= 4 ? 2 : 1;
-
-    static_assert(AHEAD % MANY == 0, "steps are taken from what was loaded ahead");
-
-    u32 begin, end, per_step;                        // first token of all, end of the share, tokens of a step
-    u32 firsts[MANY][RANKS], group[MANY][RANKS];     // as of `first_to`
-
-    // Calls `each(token, in, group, index)` for the tokens of all steps, `index` counting those that go to rank r from `index` on.
-    template <class Each>
-    DEVICE void each_index(const TokenLanes& l, u32 r, i32 index, Each each) const {
-#pragma unroll
-        for (u32 j = 0; j < MANY; j++) {
-            const u32 t = begin + j * per_step + l.group;
-            each(t, l.active() && t < end, group[j][r], index + (i32)__popc(firsts[j][r] & warp::below(l.first())));
-            index += (i32)__popc(firsts[j][r]);
-        }
-    }
-    // Tokens that go to rank r; 0 for others.
-    DEVICE u32 number(u32 r) const {
-        u32 n = 0;
-#pragma unroll
-        for (u32 i = 0; i < RANKS; i++)
-#pragma unroll
-            for (u32 j = 0; j < MANY; j++)
-                if (i == r) n += __popc(firsts[j][i]);
-        return n;
-    }
+// Plain, before there are positions: the ranks that tokens go to, a bit each. Ids lie in the lanes as above, in the steps of a round of up to 32 tokens; what is
+// found of token number i is lane i's.
+constexpr u32 ROUND_STEPS = 8;
+struct Round {
+    Id id[ROUND_STEPS];
 };
-// Calls `work(steps)` for all of a worker's steps, with their ids as they are.
-template <class Work>
-DEVICE void each_steps(const Block& b, const TokenLanes& l, const Share& share, Items& items, Work work) {
-    u32 i0 = 0;
-#pragma unroll 1
-    for (u32 t0 = share.begin; t0 < share.end; t0 += Steps::MANY * l.per_step, i0 += Steps::MANY) {
-        Steps steps;
-        steps.begin = t0;
-        steps.end = share.end;
-        steps.per_step = l.per_step;
+DEVICE u32 round_tokens(const TokenLanes& l) { return l.per_step * ROUND_STEPS < 32 ? l.per_step * ROUND_STEPS : 32; }
+// Ids behind the last one are those of the last one, as in `ahead_at`.
+DEVICE void load_round(const Block& b, const TokenLanes& l, u32 token, Round& round) {
+    const u32 last = b.p.tokens * b.p.lanes - 1, step = l.per_step * b.p.lanes;
+    u32 at = token * b.p.lanes + b.lane;
 #pragma unroll
-        for (u32 j = 0; j < Steps::MANY; j++) {
-            const u32 t = t0 + j * l.per_step + l.group;
-            i32 e = -1;
+    for (u32 j = 0; j < ROUND_STEPS; j++, at += step)
+        round.id[j] = (Id)arch::ld_stream((const UnsignedId*)b.p.topk_idx + (at < last ? at : last));
+}
+// Of a round of `tokens` tokens.
+DEVICE u32 ranks_of(const Block& b, const TokenLanes& l, const Round& round, u32 tokens) {
+    const u32 mask = ALL_LANES >> (32 - b.p.lanes);
+    u32 place = b.lane, of_token[RANKS] = {};  // place: of this lane's token in the step
 #pragma unroll
-            for (u32 i = 0; i < AHEAD; i += Steps::MANY)
-                if (i == i0) e = items.expert[i + j];
-            if (i0 >= AHEAD && l.active() && t < share.end) e = load_expert(b.p, t, l.k);
-            const i32 dest = rank_of(b, e);
+    for (u32 j = 0; j < ROUND_STEPS; j++, place -= l.per_step) {
+        const u32 e = (u64)(i64)round.id[j] < b.p.experts ? (u32)round.id[j] : EMPTY, shift = place * b.p.lanes & 31;
 #pragma unroll
-            for (u32 r = 0; r < RANKS; r++) steps.firsts[j][r] = first_to(l, dest, r, b.lane, steps.group[j][r]);
+        for (u32 r = 0; r < RANKS; r++) {
+            const u32 lanes = warp::ballot(e - r * b.p.local_experts < b.p.local_experts);
+            if (place < l.per_step) of_token[r] = lanes >> shift & mask;
         }
-        work(steps);
     }
+    u32 ranks = 0;
+#pragma unroll
+    for (u32 r = 0; r < RANKS; r++) ranks |= (of_token[r] != 0) << r;
+    return b.lane < tokens ? ranks : 0;
 }

@@ -141,7 +141,9 @@ impl Setting {
                 total: grid.total as u32,
                 start: grid.start as u32,
                 worker_counts: grid.worker_counts as u32,
-                first_rows: grid.first_rows as u32,
+                first_tokens: grid.first_tokens as u32,
+                step_tokens: 32 / shape.topk as u32,
+                step_inverse: 65536u32.div_ceil(shape.topk as u32),
                 ..params
             },
             Form::Packets(_) => params,
@@ -200,6 +202,15 @@ impl DispatchNumbers {
         match self.form {
             Form::Rows(grid) => {
                 let (blocks, shared_bytes) = (grid.blocks, grid.shared_bytes);
+                let shares = grid.shares(call.tokens, call.topk_idx != 0);
+                let params = DispatchParams {
+                    counters: shares.counters as u32,
+                    chunk_tokens: shares.chunk_tokens as u32,
+                    chunk_rest: shares.chunk_rest as u32,
+                    worker_tokens: shares.worker_tokens as u32,
+                    first_share: shares.first_share as u32,
+                    ..params
+                };
                 let shape = LaunchShape { blocks, threads: THREADS, shared_bytes };
                 (shape, DispatchArguments::Rows(params))
             }

@@ -14,7 +14,7 @@ const MOST_ROW_WARPS: usize = WARPS / 2;
 /// Warps that don't carry rows, at least: one announces or says that rows are there, one waits for other ranks.
 const LEAST_WORKERS: usize = 4;
 /// Rows of a block that leave before there are tables, at most: one for each stage.
-const MOST_FIRST_ROWS: usize = (WARPS - LEAST_WORKERS) * MAX_STAGES;
+pub(super) const MOST_FIRST_TOKENS: usize = (WARPS - LEAST_WORKERS) * MAX_STAGES;
 /// Tokens of one sending block at most: it counts them in 16 bits, and in the expanded layout counts of eight blocks are summed in 16 bits.
 const fn most_tokens(placement: Placement) -> usize {
     match placement {
@@ -55,6 +55,8 @@ impl Limits {
 pub(super) struct DispatchGrid {
     pub(super) blocks: usize,
     pub(super) senders: usize,
+    /// The first of as many blocks as send that count in a fresh call; 0 if those that send do it themselves.
+    pub(super) counters: usize,
     pub(super) row_warps: usize,
     pub(super) stages: usize,
     pub(super) stage_bytes: usize,
@@ -70,8 +72,21 @@ pub(super) struct DispatchGrid {
     pub(super) total: usize,
     pub(super) start: usize,
     pub(super) worker_counts: usize,
-    pub(super) first_rows: usize,
+    pub(super) first_tokens: usize,
     pub(super) shared_bytes: usize,
+}
+
+/// How the tokens of one call are shared out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Shares {
+    /// First block that counts.
+    pub(super) counters: usize,
+    /// Tokens of a chunk, and how many chunks have one more.
+    pub(super) chunk_tokens: usize,
+    pub(super) chunk_rest: usize,
+    /// Tokens of a worker, and of one that looks at a chunk's first tokens only.
+    pub(super) worker_tokens: usize,
+    pub(super) first_share: usize,
 }
 
 /// What the blocks and warps of a dispatch do, if the formula's choice is not wanted. Each is taken as far as it fits; 0 leaves it to the formula.
@@ -90,6 +105,8 @@ pub(crate) struct DispatchRoles {
     pub(crate) own_in_order: bool,
     /// The cache gives up what movers write before other lines.
     pub(crate) evict_own: bool,
+    /// The blocks that send count, too, where others could.
+    pub(crate) senders_count: bool,
 }
 
 /// Whether scales travel by bulk copies, given contiguous rows of them.
@@ -107,15 +124,16 @@ impl DispatchGrid {
     pub(super) fn new(shape: &DispatchShape, limits: Limits, wanted: Option<DispatchRoles>) -> Result<Self> {
         let wanted = wanted.unwrap_or_default();
         let counts = shape.experts + shape.ranks;
-        let first_rows =
-            MOST_FIRST_ROWS * shape.ranks * if shape.placement == Placement::Expanded { 8 } else { 4 };
+        // The ranks of each token, and its ids.
+        let first_tokens =
+            MOST_FIRST_TOKENS * if shape.placement == Placement::Expanded { 1 + 2 * shape.topk } else { 1 };
         let fixed = [
             DISPATCH_CONTROL_BYTES,
             counts * 4,
             counts * 4,
             (shape.local_experts() + 1) * 4,
             WARPS * shape.experts.next_multiple_of(2) * 2,
-            first_rows,
+            first_tokens,
         ]
         .map(|bytes| align_up(bytes, 16));
         let stage_bytes = align_up(shape.row_bytes + shape.scale_bytes(), STAGE_ALIGNMENT);
@@ -136,6 +154,8 @@ impl DispatchGrid {
         }
         let depth = match (wanted.stages, stages) {
             (1.., _) => wanted.stages.min(MAX_STAGES).min(stages),
+            // Rows that wait for each other in front of the link keep what else the multiprocessor asks for waiting.
+            (0, 24..) if shape.placement == Placement::Expanded => 2,
             (0, 24..) => MAX_STAGES,
             (0, 9..) => 3,
             (0, 4..) => 2,
@@ -160,10 +180,17 @@ impl DispatchGrid {
             at += bytes;
             offset
         };
-        let [control, base, total, start, worker_counts, first_rows] = fixed.map(&mut take);
+        let [control, base, total, start, worker_counts, first_tokens] = fixed.map(&mut take);
+        // A block's release of its tables waits for all that it has stored, and where rows leave first that takes as long as they do. In the plain layout
+        // nobody waits for tables so early.
+        let apart = shape.placement == Placement::Expanded
+            && shape.ranks > 1
+            && blocks >= 2 * senders
+            && !wanted.senders_count;
         Ok(Self {
             blocks,
             senders,
+            counters: if apart { senders } else { 0 },
             row_warps,
             stages: depth,
             stage_bytes,
@@ -179,9 +206,27 @@ impl DispatchGrid {
             total,
             start,
             worker_counts,
-            first_rows,
+            first_tokens,
             shared_bytes: at,
         })
+    }
+
+    /// A call of so many tokens. `fresh`: ids are given.
+    pub(super) fn shares(&self, tokens: usize, fresh: bool) -> Shares {
+        let chunk_tokens = tokens / self.senders;
+        let chunk_rest = tokens % self.senders;
+        let largest = chunk_tokens + usize::from(chunk_rest > 0);
+        let counters = if fresh { self.counters } else { 0 };
+        // All warps of a block that counts and does not send are workers.
+        let workers = |apart: bool| if apart { WARPS } else { WARPS - self.row_warps };
+        let first = (self.row_warps * self.stages).min(largest);
+        Shares {
+            counters,
+            chunk_tokens,
+            chunk_rest,
+            worker_tokens: largest.div_ceil(workers(counters > 0)),
+            first_share: first.div_ceil(workers(false)),
+        }
     }
 
     /// Blocks, and how many of them send: as many as the tokens need, where there are blocks.
@@ -239,6 +284,8 @@ pub(super) mod tests {
         let fast = Limits { link: Limits::link_of(10), ..HOPPER };
         let g = DispatchGrid::new(&dispatch(2, 4096, Placement::Plain), fast, None).unwrap();
         assert_eq!((g.blocks, g.senders), (64, 32));
+        let g = DispatchGrid::new(&dispatch(2, 4096, Placement::Expanded), HOPPER, None).unwrap();
+        assert_eq!((g.blocks, g.senders, g.counters, g.row_warps, g.stages), (132, 32, 32, 8, 2));
         let mut bf16 = dispatch(2, 4096, Placement::Expanded);
         (bf16.row_bytes, bf16.scale_packs) = (14336, 0);
         let g = DispatchGrid::new(&bf16, HOPPER, None).unwrap();

@@ -59,7 +59,7 @@ fn roles() -> Vec<Option<CombineRoles>> {
 }
 
 /// `DEEPEP_TEST_DISPATCH=32.16.7.4.2.6,0.24`: blocks, blocks that send, row warps, stages, stages ahead, eighths that are drawn, 1 for own
-/// rows one by one, 1 for copies that the cache gives up first. 0, and what is left out, are the formula's.
+/// rows one by one, 1 for copies that the cache gives up first, 1 for senders that count, too. 0, and what is left out, are the formula's.
 fn dispatch_roles() -> Vec<Option<DispatchRoles>> {
     let Ok(text) = std::env::var("DEEPEP_TEST_DISPATCH") else { return vec![None] };
     let parse = |one: &str| {
@@ -74,6 +74,7 @@ fn dispatch_roles() -> Vec<Option<DispatchRoles>> {
             drawn: given.get(5).copied(),
             own_in_order: number(6) == 1,
             evict_own: number(7) == 1,
+            senders_count: number(8) == 1,
         })
     };
     text.split(',').map(parse).collect()

@@ -36,6 +36,7 @@ fn other_roles_give_the_oracles_bits_on_cpus() {
             drawn: Some(drawn),
             own_in_order,
             evict_own,
+            senders_count: stages == 3,
         })
     };
     for placement in BOTH {
@@ -45,6 +46,10 @@ fn other_roles_give_the_oracles_bits_on_cpus() {
             (roles(4, 3, 12, 4, 4, 0), 4, 30),
             (roles(2, 2, 3, 2, 2, 7), 4, 20),
             (roles(3, 2, 12, 2, 1, 4), 32, 150),
+            // Others count than send, where there are as many.
+            (roles(4, 2, 3, 2, 1, 6), 4, 33),
+            (roles(4, 2, 2, 3, 2, 6), 4, 33),
+            (roles(3, 1, 5, 4, 2, 6), 17, 41),
         ]
         .into_iter()
         .enumerate()
@@ -81,7 +86,10 @@ fn ranks_with_other_grids_agree_on_cpus() {
             case.experts = 9;
             case
         };
-        for (seed, grids) in [[(1, 1), (4, 4), (3, 2)], [(4, 3), (2, 1), (1, 1)]].into_iter().enumerate() {
+        for (seed, grids) in [[(1, 1), (4, 4), (4, 2)], [(4, 3), (2, 1), (1, 1)], [(4, 2), (3, 1), (3, 2)]]
+            .into_iter()
+            .enumerate()
+        {
             let cases = grids.map(|(blocks, senders)| of(blocks, senders));
             let mut ranks = Ranks::of(&cases.each_ref(), LIMITS, 0).unwrap();
             for round in 0..2 {

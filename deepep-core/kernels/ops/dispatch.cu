@@ -65,42 +65,39 @@ DEVICE bool publish_tables(const Block& b, const u32* counter, bool told) {
     return true;
 }
 
-// Ids of a worker's tokens on their way, and what it makes of them before there are positions.
+// A worker's tokens, and what it makes of them before there are positions.
 struct Work {
+    // Ids that are on their way. Not kept longer than it takes to look at them.
+    struct Asked {
+        Given given;
+        Round round;
+    };
     const TokenLanes lanes;
     const Share share;
-    Items items;
     Counted counted;
-    Given given;
-    Round round;
 
     DEVICE Work(const Block& b) : lanes(b), share(b) {}
-    DEVICE void ask(const Block& b) {
-        if (EXPANDED) load_given_ids(b, lanes, share, 0, given);
-        else if (share.begin != share.end) load_round(b, lanes, share.begin, round);
+    DEVICE void ask(const Block& b, Asked& asked) const {
+        if (EXPANDED) load_given_ids(b, lanes, share, 0, asked.given);
+        else if (share.begin != share.end) load_round(b, lanes, share.begin, asked.round);
     }
-    // When they are known: for tables, and what is told of tokens.
-    DEVICE void ask_again(const Block& b) {
-        load_given_ids(b, lanes, share, 0, given);
-        load_weights(b, lanes, share, 0, items);
-    }
-    DEVICE void take(const Block& b) { take_given_ids(b, lanes, share, 0, given, items); }
-    DEVICE void count(const Block& b) {
+    DEVICE void count(const Block& b, Asked& asked) {
         if (EXPANDED) {
-            take(b);
+            Items items;
+            take_given_ids(b, lanes, share, 0, asked.given, items);
             count_experts(b, lanes, share, items);
         } else {
-            count_ranks(b, lanes, share, round, counted);
+            count_ranks(b, lanes, share, asked.round, counted);
         }
         MARK(b.d, D_COUNTED);
     }
 };
 
 // What a worker does when positions are known: tables, and what other ranks are told. False if that ended early.
-DEVICE bool write_chunk(const Block& b, Work& work, u32 over) {
+// `given`, and (expanded, cached) the weights in `items`: on their way.
+DEVICE bool write_chunk(const Block& b, const Work& work, const Given& given, Items& items, u32 over) {
     const TokenLanes& lanes = work.lanes;
     const Share& share = work.share;
-    Items& items = work.items;
     if (b.cached()) {
         write_outputs(b, lanes, share, items);
     } else {
@@ -108,7 +105,7 @@ DEVICE bool write_chunk(const Block& b, Work& work, u32 over) {
         if (EXPANDED && b.tells()) tell_counts<TO_DEVICE>(b, over, threadIdx.x - 32 * b.first_worker(), 32 * b.workers());
         i32 rows[AHEAD];
         if (EXPANDED) {
-            work.take(b);
+            take_given_ids(b, lanes, share, 0, given, items);
             write_tables(b, lanes, share, items, over, rows);
         } else {
             write_rows(b, lanes, share, work.counted, over);
@@ -118,7 +115,8 @@ DEVICE bool write_chunk(const Block& b, Work& work, u32 over) {
         MARK(b.d, D_TABLES);
         const bool published = b.warp != CLOSER || publish_tables(b, &b.control.tables, false);
         if (!EXPANDED) {
-            work.take(b);
+            take_given_ids(b, lanes, share, 0, given, items);
+            load_weights(b, lanes, share, 0, items);
             count_later(b, lanes, share, items, over);
             // All of them come here. What they counted is summed.
             arch::barrier_sync(WORKER_BARRIER, 32 * b.workers());
@@ -157,19 +155,26 @@ DEVICE void attend(const Block& b, u32 over) {
 }
 
 // By a block that sends or counts. Whether this warp has rows left to move afterwards.
-DEVICE bool run_sender(const Block& b, Ring& ring, Work& work) {
+DEVICE bool run_sender(const Block& b, Ring& ring, const Work& work) {
     const bool carries = b.sends() && b.carries();
     u32 over = RANKS;
     bool failed;
     i32 row = -1, index = -1;  // of a first row
+    Given given;
+    Items items;
     if (!b.cached()) {
         if (b.counts()) publish_counts(b);
         MARK(b.d, D_PUBLISHED);
+        // Row warps find out how far down their first rows lie while others wait, or scan.
         FirstPlace first;
-        if (carries) first = Sender(b, ring).look_ahead();
+        if (!EXPANDED && carries) first = Sender(b, ring).look_ahead();
         failed = !exchange_counts(b);
         MARK(b.d, D_EXCHANGED);
-        if (b.counts() && !carries) work.ask_again(b);
+        if (EXPANDED && carries) first = Sender(b, ring).look_ahead();
+        if (b.counts() && !carries) {
+            load_given_ids(b, work.lanes, work.share, 0, given);
+            if (EXPANDED) load_weights(b, work.lanes, work.share, 0, items);
+        }
         if (EXPANDED) {
             scan_ranks(b);
             __syncthreads();
@@ -178,13 +183,13 @@ DEVICE bool run_sender(const Block& b, Ring& ring, Work& work) {
         if (carries && over == RANKS) Sender(b, ring).place_first(first, row, index);
     } else {
         if (carries) Sender(b, ring).look_up_first(row, index);
-        else load_weights(b, work.lanes, work.share, 0, work.items);
+        else load_weights(b, work.lanes, work.share, 0, items);
         failed = __syncthreads_or(b.warp == CLOSER && !acquire_places(b));
     }
     MARK(b.d, D_STARTS);
     if (!carries) {
         const bool counts = b.counts() || b.cached();
-        if (failed || (counts && !write_chunk(b, work, over))) return false;
+        if (failed || (counts && !write_chunk(b, work, given, items, over))) return false;
         if (b.sends()) attend(b, over);
         return !b.sends() && b.carries();
     }
@@ -216,8 +221,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
     const u64 gave_up = threadIdx.x == 0 ? arch::ld_relaxed_sys(cell64(b.d, b.me, b.d.abort)) : 0;
     const bool sends = b.sends(), meets = sends || b.counts(), counts = meets && b.works() && !b.cached();
     Work work(b);
+    Work::Asked asked;
     Ring ring(b);
-    if (counts) work.ask(b);
+    if (counts) work.ask(b, asked);
     if (b.carries()) {
         ring.init(b.lane);
         if (sends) Sender(b, ring).prefetch();
@@ -235,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
             for (u32 i = threadIdx.x; i < p.experts + RANKS; i += THREADS) b.base()[i] = b.total()[i] = 0;
         mailboxes_init(b.control.mail, p.row_warps);
     }
-    if (counts) work.count(b);
+    if (counts) work.count(b, asked);
     bool moves = false;
     // A vote, not a word in shared memory: all threads of a block must find the same, and a fast warp must not change what a slow one still looks at.
     if (__syncthreads_or(gave_up != 0)) {

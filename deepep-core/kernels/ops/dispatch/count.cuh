@@ -141,7 +141,8 @@ DEVICE void publish_experts(const Block& b) {
 // Where the first row of a lane's stage goes, as far as this block knows it: tokens for the same rank, and (expanded) rows of the same expert, before it in
 // the chunk.
 struct FirstPlace {
-    i32 expert = -1, rows = 0, index = -1;
+    i32 index = -1;  // −1: nowhere
+    u32 row = 0;     // expert << 16 | rows before
 };
 // By a warp, whose lanes ask for token `in_chunk` of the first ones and rank r; EMPTY for none. The workers have met.
 DEVICE FirstPlace first_place(const Block& b, u32 in_chunk, u32 r) {
@@ -155,19 +156,21 @@ DEVICE FirstPlace first_place(const Block& b, u32 in_chunk, u32 r) {
         place.index = __popc((u32)before) + __popc((u32)(before >> 32));
     }
     if (!EXPANDED) return place;
+    // The lowest lane there.
     const u16* ids = b.first_ids();
+    u32 expert = NO_ID;
     if (place.index >= 0)
-        for (u32 k = b.p.lanes; k-- > 0;) {
+        for (u32 k = 0; k < b.p.lanes && expert == NO_ID; k++) {
             const u32 e = ids[in_chunk * b.p.lanes + k];
-            if (e != NO_ID && rank_of(b, (i32)e) == (i32)r) place.expert = (i32)e;
+            if (e != NO_ID && rank_of(b, (i32)e) == (i32)r) expert = e;
         }
     // The lanes in turn, each with the whole warp.
-    for (u32 wanted = warp::ballot(place.expert >= 0); wanted != 0; wanted &= wanted - 1) {
-        const u32 asks = __ffs(wanted) - 1, e = warp::get((u32)place.expert, asks), end = warp::get(in_chunk, asks) * b.p.lanes;
+    for (u32 wanted = warp::ballot(place.index >= 0); wanted != 0; wanted &= wanted - 1) {
+        const u32 asks = __ffs(wanted) - 1, e = warp::get(expert, asks), end = warp::get(in_chunk, asks) * b.p.lanes;
         u32 rows = 0;
 #pragma unroll 2
         for (u32 i = 0; i < end; i += 32) rows += __popc(warp::ballot(i + b.lane < end && ids[i + b.lane] == e));
-        if (b.lane == asks) place.rows = (i32)rows;
+        if (b.lane == asks) place.row = expert << 16 | rows;
     }
     return place;
 }

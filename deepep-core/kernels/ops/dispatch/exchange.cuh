@@ -266,6 +266,14 @@ DEVICE bool gather(const Block& b, u32 first, u32 blocks) {
     return true;
 }
 
+// The most sending blocks of a rank, this one among them.
+DEVICE u32 most_senders(const Block& b) {
+    u32 most = b.p.senders;
+#pragma unroll
+    for (u32 r = 0; r < RANKS; r++) most = b.control.senders[r] > most ? b.control.senders[r] : most;
+    return most < MAX_SENDERS ? most : MAX_SENDERS;
+}
+
 // By all threads: what this block's positions start from. Ends with a block barrier; false, for all of them, if something did not come.
 DEVICE bool exchange_counts(const Block& b) {
     if (!EXPANDED) {
@@ -274,17 +282,12 @@ DEVICE bool exchange_counts(const Block& b) {
         if (b.warp == CLOSER) ok = acquire_places(b);
         return !__syncthreads_or(!ok);
     }
-    u32 first = 0, end = b.p.senders;
+    // Other ranks may have more sending blocks: those come in a second turn.
+    u32 first = 0;
     for (;;) {
-        if (__syncthreads_or(!gather(b, first, end - first))) return false;
-        // Other ranks may have more sending blocks.
-        u32 most = end;
-#pragma unroll
-        for (u32 r = 0; r < RANKS; r++) most = b.control.senders[r] > most ? b.control.senders[r] : most;
-        most = most < MAX_SENDERS ? most : MAX_SENDERS;
-        if (most == end) return true;
-        first = end;
-        end = most;
+        if (__syncthreads_or(!gather(b, first, (first == 0 ? b.p.senders : most_senders(b)) - first))) return false;
+        if (first != 0 || most_senders(b) == b.p.senders) return true;
+        first = b.p.senders;
     }
 }
 
@@ -321,7 +324,8 @@ DEVICE void scan_experts(const Block& b, u32 r) {
 
 // Expanded, by all warps behind a block barrier; another one must follow.
 DEVICE void scan_ranks(const Block& b) {
-    if (b.warp < RANKS) scan_experts(b, b.warp);
+    const u32 r = WARPS - 1 - b.warp;
+    if (r < RANKS) scan_experts(b, r);
 }
 
 // Lowest rank that is about to receive more than it has room for; RANKS if none is.
@@ -357,10 +361,7 @@ DEVICE void tell_counts(const Block& b, u32 over, u32 thread, u32 threads) {
 DEVICE bool sum_own_experts(const Block& b) {
     constexpr u32 SHARING = Gather::SHARING, N = 4;
     const u32 low = b.me * b.p.local_experts, high = low + b.p.local_experts, row_in_eight = b.lane % SHARING;
-    u32 most = 0;
-#pragma unroll
-    for (u32 r = 0; r < RANKS; r++) most = b.control.senders[r] > most ? b.control.senders[r] : most;
-    const u32 rows = RANKS * most, worker = b.warp - b.p.row_warps, workers = b.workers() - 1;
+    const u32 rows = RANKS * most_senders(b), worker = b.warp - b.p.row_warps, workers = b.workers() - 1;
 #pragma unroll 1
     for (u32 pair0 = low / 2 + worker * Gather::COLUMNS; pair0 < (high + 1) / 2; pair0 += workers * Gather::COLUMNS) {
         const u32 pair = pair0 + b.lane / SHARING;

@@ -106,7 +106,7 @@ struct Sender {
     DEVICE void place_first(const FirstPlace& place, i32& first_row, i32& first_index) const {
         if (place.index < 0) return;
         first_row = first_index = b.base()[b.p.experts + rank()] + place.index;
-        if (EXPANDED) first_row = b.base()[place.expert] + place.rows;
+        if (EXPANDED) first_row = b.base()[place.row >> 16] + (i32)(place.row & 0xffff);
     }
     // The same in a cached dispatch, from the handle.
     DEVICE void look_up_first(i32& first_row, i32& first_index) {

@@ -4,7 +4,7 @@
 #include "ops/dispatch/report.cuh"
 
 // Steps of a worker whose ids and weights are loaded together; later steps, of which a usual call has none, are loaded in the same way (expanded) or one by one.
-constexpr u32 AHEAD = EXPANDED ? 4 : 16;
+constexpr u32 AHEAD = EXPANDED ? 4 : RANKS <= 4 ? 16 : 8;
 
 // The lanes of a warp hold the top-k lanes of 32 / K tokens at a time.
 struct TokenLanes {
@@ -85,7 +85,6 @@ DEVICE void load_given_ids(const Block& b, const TokenLanes& l, const Share& sha
 }
 // Those of steps that the share does not have are −1.
 DEVICE void take_given_ids(const Block& b, const TokenLanes& l, const Share& share, u32 from, const Given& given, Items& items) {
-    if (share.begin == share.end) return;
 #pragma unroll
     for (u32 i = 0; i < AHEAD; i++) items.expert[i] = ahead_in(l, share, from + i) ? known_expert(b.p, given.id[i]) : -1;
 }

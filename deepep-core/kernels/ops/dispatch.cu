@@ -155,57 +155,71 @@ DEVICE void attend(const Block& b, u32 over) {
 }
 
 // By a block that sends or counts. Whether this warp has rows left to move afterwards.
-DEVICE bool run_sender(const Block& b, Ring& ring, const Work& work) {
+DEVICE bool run_sender(const Block& b, Ring& left, const Work& work) {
     const bool carries = b.sends() && b.carries();
-    u32 over = RANKS;
-    bool failed;
-    i32 row = -1, index = -1;  // of a first row
-    Given given;
-    Items items;
+    FirstPlace first;
     if (!b.cached()) {
         if (b.counts()) publish_counts(b);
         MARK(b.d, D_PUBLISHED);
         // Row warps find out how far down their first rows lie while others wait, or scan.
-        FirstPlace first;
-        if (!EXPANDED && carries) first = Sender(b, ring).look_ahead();
-        failed = !exchange_counts(b);
-        MARK(b.d, D_EXCHANGED);
-        if (EXPANDED && carries) first = Sender(b, ring).look_ahead();
-        if (b.counts() && !carries) {
-            load_given_ids(b, work.lanes, work.share, 0, given);
-            if (EXPANDED) load_weights(b, work.lanes, work.share, 0, items);
+        if (!EXPANDED && carries) first = Sender(b, left).look_ahead();
+    }
+    // Twice through the same code. The first time nothing is known, and nothing is sent: the rows are waited for, and the instructions, which come from
+    // memory, are there when it matters.
+#pragma unroll 1
+    for (bool known = EXPANDED || b.cached();; known = true) {
+        u32 over = RANKS;
+        i32 row = -1, index = -1;  // of a first row
+        Given given;
+        Items items;
+        Ring ring(b);
+        if (known) {
+            bool failed;
+            if (!b.cached()) {
+                failed = !exchange_counts(b);
+                MARK(b.d, D_EXCHANGED);
+                if (EXPANDED && carries) first = Sender(b, ring).look_ahead();
+                if (b.counts() && !carries) {
+                    load_given_ids(b, work.lanes, work.share, 0, given);
+                    if (EXPANDED) load_weights(b, work.lanes, work.share, 0, items);
+                }
+                if (EXPANDED) {
+                    scan_ranks(b);
+                    __syncthreads();
+                }
+                over = over_capacity(b);
+                if (carries && over == RANKS) Sender(b, ring).place_first(first, row, index);
+            } else {
+                if (carries) Sender(b, ring).look_up_first(row, index);
+                else load_weights(b, work.lanes, work.share, 0, items);
+                failed = __syncthreads_or(b.warp == CLOSER && !acquire_places(b));
+            }
+            MARK(b.d, D_STARTS);
+            if (!carries) {
+                const bool counts = b.counts() || b.cached();
+                if (failed || (counts && !write_chunk(b, work, given, items, over))) return false;
+                if (b.sends()) attend(b, over);
+                return !b.sends() && b.carries();
+            }
+            if (failed) {
+                Sender(b, ring).resume(-1, -1);
+                ring.drain(b);
+                return false;
+            }
+            arch::fence_proxy_global();
         }
-        if (EXPANDED) {
-            scan_ranks(b);
-            __syncthreads();
+        if (!carries) continue;
+        Sender sender(b, ring);
+        sender.resume(row, index);
+        const bool sent = sender.run(known);
+        if (!known) continue;
+        if (!EXPANDED) {
+            if (!sent && b.lane == 0) arch::add_release_cta_shared(&b.control.unsent, 1);
+            count_warp(b, &b.control.sent);
         }
-        over = over_capacity(b);
-        if (carries && over == RANKS) Sender(b, ring).place_first(first, row, index);
-    } else {
-        if (carries) Sender(b, ring).look_up_first(row, index);
-        else load_weights(b, work.lanes, work.share, 0, items);
-        failed = __syncthreads_or(b.warp == CLOSER && !acquire_places(b));
+        left = ring;
+        return EXPANDED;
     }
-    MARK(b.d, D_STARTS);
-    if (!carries) {
-        const bool counts = b.counts() || b.cached();
-        if (failed || (counts && !write_chunk(b, work, given, items, over))) return false;
-        if (b.sends()) attend(b, over);
-        return !b.sends() && b.carries();
-    }
-    Sender sender(b, ring);
-    sender.resume(row, index);
-    if (failed) {
-        ring.drain(b);
-        return false;
-    }
-    arch::fence_proxy_global();
-    const bool sent = sender.run();
-    if (!EXPANDED) {
-        if (!sent && b.lane == 0) arch::add_release_cta_shared(&b.control.unsent, 1);
-        count_warp(b, &b.control.sent);
-    }
-    return EXPANDED;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const __grid_constant__ DispatchParams p) {

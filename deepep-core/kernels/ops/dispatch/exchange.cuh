@@ -55,13 +55,12 @@ DEVICE u32 sum_lanes(u32 v, u32 lane, u32 most) {
     return v;
 }
 
-// Plain. Warp r < R gathers what all blocks of all ranks send to rank r: each lane looks at blocks of one rank, and has asked for its place, which says how many
-// there are, by the time that it needs to know.
-DEVICE bool gather_rank(const Block& b) {
+// Plain. One warp gathers what all blocks of all ranks send to rank `to`: each lane looks at blocks of one rank, and at its place, which says how many there are.
+DEVICE bool gather_rank(const Block& b, u32 to) {
     constexpr u32 BESIDE = 32 / RANKS, MANY = RANKS <= 2 ? 2 : 4;
     const u32 rank = b.lane % RANKS, own = b.lane / RANKS;
     const bool asks = own < BESIDE;
-    const u64 *cells = b.counts(b.me, rank, 0) + b.warp, *place_cell = b.totals(b.me, rank) + CELL_PLACE;
+    const u64 *cells = b.counts(b.me, rank, 0) + to, *place_cell = b.totals(b.me, rank) + CELL_PLACE;
     u32 senders = 0, below = 0, all = 0;
 #pragma unroll 1
     for (u32 c0 = own; warp::any(c0 == own || (asks && c0 < senders)); c0 += BESIDE * MANY) {
@@ -96,12 +95,12 @@ DEVICE bool gather_rank(const Block& b) {
         }
     }
     // For the prefix sums of what comes here.
-    if (b.tells() && b.warp == b.me && asks) atomicAdd(&b.control.from[rank], all);
+    if (b.tells() && to == b.me && asks) atomicAdd(&b.control.from[rank], all);
     all = sum_lanes(all, b.lane, 32);
     below = sum_lanes(below, b.lane, 32);
     if (b.lane == 0) {
-        b.base()[b.p.experts + b.warp] = (i32)below;
-        b.total()[b.p.experts + b.warp] = (i32)all;
+        b.base()[b.p.experts + to] = (i32)below;
+        b.total()[b.p.experts + to] = (i32)all;
     }
     return true;
 }
@@ -277,8 +276,10 @@ DEVICE u32 most_senders(const Block& b) {
 // By all threads: what this block's positions start from. Ends with a block barrier; false, for all of them, if something did not come.
 DEVICE bool exchange_counts(const Block& b) {
     if (!EXPANDED) {
+        // By warps that carry no rows, as far as there are any.
         bool ok = true;
-        if (b.warp < RANKS) ok = gather_rank(b);
+        const u32 to = WATCHER - b.warp;
+        if (to < RANKS) ok = gather_rank(b, to);
         if (b.warp == CLOSER) ok = acquire_places(b);
         return !__syncthreads_or(!ok);
     }
@@ -295,13 +296,15 @@ DEVICE bool exchange_counts(const Block& b) {
 DEVICE void scan_experts(const Block& b, u32 r) {
     constexpr u32 EACH = 4;
     const u32 local = b.p.local_experts, align = b.p.alignment;
+    const bool power = (align & (align - 1)) == 0;  // as usual; a division takes longer
     i32 rows = 0;
     for (u32 j0 = 0; j0 < local; j0 += 32 * EACH) {
         const u32 j = j0 + b.lane * EACH, q = r * local + j;
         i32 padded[EACH], mine = 0;
 #pragma unroll
         for (u32 i = 0; i < EACH; i++) {
-            padded[i] = j + i < local ? (b.total()[q + i] + align - 1) / align * align : 0;
+            const u32 n = j + i < local ? b.total()[q + i] + align - 1 : 0;
+            padded[i] = (i32)(power ? n & ~(align - 1) : n / align * align);
             mine += padded[i];
         }
         const i32 sum = warp::inclusive_sum(mine, b.lane);

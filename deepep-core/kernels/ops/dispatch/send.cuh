@@ -185,12 +185,13 @@ struct Sender {
         return warp::all(ok);
     }
 
-    // False if not everything was sent.
-    DEVICE bool run() {
+    // False if not everything was sent. Not `known`: the first rows have no places yet, and nothing comes behind them.
+    DEVICE bool run(bool known) {
         bool ok = true, first = true, more = true;
-        if (b.p.drawn) draw();
+        if (known && b.p.drawn) draw();
         while (ok) {
             if (first && ring.tail == ring.head) {
+                if (!known) break;
                 // Tables say where later rows go, unless the handle does.
                 first = false;
                 ok = b.cached() || wait_tables(b);
@@ -213,6 +214,7 @@ struct Sender {
             if (ring.tail == ring.head) break;
             ok = send_oldest();
         }
+        if (!known) return ok;
         ring.drain(b);
         if (EXPANDED) {
             ok = ok && may_publish();

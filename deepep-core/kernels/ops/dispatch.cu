@@ -246,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
     // Movers have nothing to do yet.
     if (blockIdx.x == gridDim.x - 1 && b.warp == 0) publish_place(b);
     if (threadIdx.x == 0) {
-        b.control.tables = b.control.told = b.control.summed = b.control.sent = b.control.unsent = 0;
+        b.control.tables = b.control.told = b.control.summed = b.control.sent = b.control.unsent = b.control.known = 0;
         b.control.output[b.me] = (u64)b.own_output<u8>(0);
     }
     if (threadIdx.x < MAX_RANKS) b.control.from[threadIdx.x] = 0;

@@ -17,6 +17,8 @@ constexpr u32 LEAST_WORKERS = 4;
 constexpr u32 MOST_FIRST_TOKENS = (WARPS - LEAST_WORKERS) * MAX_STAGES;
 constexpr u16 NO_ID = 0xffff;
 
+constexpr u32 TABLES_THERE = 1, TABLES_MISSING = 2;
+
 struct Control {
     u64 bars[WARPS][MAX_STAGES];
     u64 output[MAX_RANKS];  // this call's output slot of each rank
@@ -30,6 +32,7 @@ struct Control {
     u32 summed;             // workers (of block 0) that have summed experts' tokens
     u32 sent;               // row warps whose stores are complete
     u32 unsent;             // row warps that could not send everything
+    u32 known;              // what became of the wait for tables, in a block that moves rows only: 0 until it has ended, then TABLES_THERE or not
     Mailboxes mail;
 };
 static_assert(sizeof(Control) <= DISPATCH_CONTROL_BYTES, "the host reserves too little shared memory");

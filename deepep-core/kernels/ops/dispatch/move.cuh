@@ -174,10 +174,30 @@ struct Mover {
         return true;
     }
 
+    // Waits for tables. One warp for all of a block that waits for nothing else: they would read the same few lines all at once.
+    DEVICE bool wait_for_tables() {
+        if (b.sends()) return wait_tables(b);
+        bool ok;
+        if (b.warp == 0) {
+            ok = wait_tables(b);
+            if (b.lane == 0) arch::st_release_cta_shared(&b.control.known, ok ? TABLES_THERE : TABLES_MISSING);
+        } else {
+            ok = wait_until(b.d, b.place(PHASE_TABLES, b.me, blockIdx.x), TABLES_THERE, [&](u64& seen) {
+                seen = arch::ld_acquire_cta_shared(&b.control.known);
+                if (seen == 0) arch::sleep_ns(20);
+                return seen != 0;
+            });
+            ok = ok && arch::ld_acquire_cta_shared(&b.control.known) == TABLES_THERE;
+        }
+        ok = warp::all(ok);
+        warp::sync();
+        return ok;
+    }
+
     // `prefetched`: prefetch() was called, and tables of this rank's blocks may not be complete yet. Those that are read here a cached dispatch has
     // from an earlier one.
     DEVICE void run(bool prefetched) {
-        bool ok = b.cached() || wait_tables(b);
+        bool ok = b.cached() || wait_for_tables();
         MARK(b.d, D_MOVE_START);
         if (ok) {
             if (prefetched)

@@ -42,7 +42,7 @@ const PACKET_DISPATCH: &[Point] = &[
 const DISPATCH: &[Point] = &[
     ("D_ENTRY", "entered"),
     ("D_START", "started: the kernel before has ended"),
-    ("D_EPOCH", "block has met: epoch known"),
+    ("D_EPOCH", "block has met: epoch known, tokens counted"),
     ("D_COUNTED", "workers: ids read and counted"),
     ("D_PUBLISHED", "counts of the block published"),
     ("D_EXCHANGED", "counts of all blocks arrived"),

@@ -1,7 +1,7 @@
 // Combine: rows of received tokens back to the tokens' owners, summed there, in one kernel. The protocol is docs/protocol.md, section 3.
 //
 // Warps [0, row_warps) of a block send, the next one announces (comm/announce.cuh), the others reduce this rank's tokens as their rows
-// arrive. All blocks are resident at once (cooperative launch). Senders wait for `started` of their peers, reducers for senders; nobody
+// arrive. All blocks are resident at once (cooperative launch). Senders wait for `started` of their peers (the announcer for them), reducers for senders; nobody
 // waits for a reducer.
 //
 // With PULL reducers read rows where the experts left them (ops/combine/pull.cuh): all of them, and then nobody sends, or some. They wait
@@ -10,6 +10,7 @@
 // Order (a warp's last flags are released by itself): a row's bulk stores complete → a lane hands the flag in (release.cta) → the announcer acquires, fences at system scope, stores
 // `arrived` → a reducer's lane acquires it → warp barrier → proxy fence → bulk loads.
 #include "arch/launch.cuh"
+#include "ops/combine/direct.cuh"
 #include "ops/combine/reduce.cuh"
 #include "ops/combine/send_sum.cuh"
 
@@ -21,10 +22,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __
     arch::wait_for_predecessor();
     MARK(b.d, C_START);
 
+    const u32 senders = RANKS > 1 ? p.row_warps : 0, first_reducer = RANKS > 1 ? p.row_warps + 1 : 0;
+    // Under way together with the epoch.
+    Received received(b);
     b.epoch = *epoch_counter(b.d, OPERATION_COMBINE, blockIdx.x) + 1;
     if (threadIdx.x == 0) {
         b.control.failed = broken(b.d, OPERATION_COMBINE, b.epoch);
-        b.control.known = b.control.lost = 0;
+        b.control.known = b.control.permitted = b.control.lost = 0;
         b.control.reading = p.reducers;
     }
     mailboxes_init(b.control.mail, p.row_warps);
@@ -41,16 +45,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __
         }
         if (blockIdx.x == 0 && threadIdx.x == 0) *b.ticket(TICKET_RETURN, 1) = *b.ticket(TICKET_SUM, 1) = *b.ticket(TICKET_READ, 1) = 0;
         __syncwarp();
-        const u32 senders = RANKS > 1 ? p.row_warps : 0, first_reducer = RANKS > 1 ? p.row_warps + 1 : 0;
         const u32 worker = blockIdx.x + gridDim.x * b.warp, reducers = p.reducers;
         if (b.warp < senders) {
             if constexpr (SUMS) {
-                send_sums(b, worker, gridDim.x * senders);
+                send_sums(b, received, worker, gridDim.x * senders);
             } else {
                 Sender sender(b);
-                sender.run(worker, gridDim.x * senders);
+                sender.run(received, worker, gridDim.x * senders);
             }
         } else if (b.warp < first_reducer) {
+            if (senders) permit(b);
             bool known = true;
             if constexpr (PULL) known = learn_sources(b);
             announce(b.control.mail, p.row_warps, b.epoch, [&](u32 r) { return b.arrived(r); });
@@ -61,13 +65,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __
                 b.begun().compare_all();
             }
         } else if (b.warp < first_reducer + reducers) {
-            const u32 number = b.warp - first_reducer;
-            const u32 behind = SUMS ? senders * p.sender_pieces * p.piece_bytes : 0;
-            Gather gather(b, behind + number * p.pieces * p.piece_bytes, p.pieces);
-            Reduction reduction(b, number * gridDim.x + blockIdx.x, reducers * gridDim.x);
-            const bool ok = gather.run(reduction);
-            if (!ok) gather.drain();
-            reduction.stop_reading(ok);
+            const u32 number = b.warp - first_reducer, reducer = number * gridDim.x + blockIdx.x;
+            if constexpr (DIRECT) {
+                Direct(b, reducer, reducers * gridDim.x).run();
+            } else {
+                const u32 behind = SUMS ? senders * p.sender_pieces * p.piece_bytes : 0;
+                Gather gather(b, behind + number * p.pieces * p.piece_bytes, p.pieces);
+                Reduction reduction(b, reducer, reducers * gridDim.x);
+                const bool ok = gather.run(reduction);
+                if (!ok) gather.drain();
+                reduction.stop_reading(ok);
+            }
             MARK(b.d, C_REDUCED);
         }
     }

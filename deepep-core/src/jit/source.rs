@@ -142,6 +142,7 @@ const HEADERS: &[(&str, &str)] = embedded![
     "ops/dispatch/move.cuh",
     "ops/combine/block.cuh",
     "ops/combine/sum.cuh",
+    "ops/combine/direct.cuh",
     "ops/combine/gather.cuh",
     "ops/combine/pull.cuh",
     "ops/combine/send.cuh",

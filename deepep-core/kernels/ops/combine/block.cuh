@@ -7,6 +7,8 @@
 
 constexpr u32 MAX_STAGES = 8;
 static_assert(32 % MAX_STAGES == 0, "a stage's lane has every MAX_STAGES-th mailbox");
+// Warps that sum do so through registers; with sums, or rows that are pulled, through rings in shared memory.
+constexpr bool DIRECT = !EXPANDED && !PULL;
 // Rows of a token are summed before they travel. Then a token goes in parts: each is summed, sent, announced and reduced for itself, by whoever comes next.
 constexpr bool SUMS = EXPANDED && REDUCE_FIRST;
 
@@ -20,8 +22,9 @@ struct Control {
     Source sources[PULL ? RANKS : 1];  // from `known` on
     u32 failed;
     u32 known;
-    u32 reading;  // warps that may still read from other ranks
-    u32 lost;     // one of them has given up
+    u32 permitted;  // rows may be sent
+    u32 reading;    // warps that may still read from other ranks
+    u32 lost;       // one of them has given up
     Mailboxes mail;
 };
 static_assert(sizeof(Control) <= COMBINE_CONTROL_BYTES, "the host reserves too little shared memory");

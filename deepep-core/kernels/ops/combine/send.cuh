@@ -5,6 +5,19 @@
 // Received tokens that one warp sends back. Visits alternate over peers, each in ascending token order, starting with another peer on
 // every rank. Rows that are sent as they are go by ticket, since multiprocessors get very unequal shares of the link. Sums go by ticket if there are so
 // many that those drawn ahead are few: they take unequal times, having unequal numbers of rows.
+// What this rank has received from rank s, in lane s.
+struct Received {
+    u32 base, end;  // token indices
+
+    // Whole warp. Nobody waits for it here.
+    DEVICE explicit Received(const Block& b) : base(0), end(0) {
+        if (b.lane >= RANKS) return;
+        const i32* psum = b.handle<i32>(b.p.rank_psum);
+        end = psum[b.lane];
+        if (b.lane) base = psum[b.lane - 1];
+    }
+};
+
 struct Worklist {
     static constexpr u32 PEERS = RANKS > 1 ? RANKS - 1 : 1;
 
@@ -17,13 +30,9 @@ struct Worklist {
     u32 peer, part;
     u64 source;
 
-    DEVICE Worklist(const Block& block, u32 worker, u32 workers)
-        : b(block), received(0), base(0), visits(0), step(workers), visit(worker), some(false), index(-1), peer(0), part(0), source(0) {
-        const i32* psum = b.handle<i32>(b.p.rank_psum);
-        if (b.lane < RANKS) {
-            base = b.lane ? psum[b.lane - 1] : 0;
-            received = psum[b.lane] - base;
-        }
+    DEVICE Worklist(const Block& block, const Received& all, u32 worker, u32 workers)
+        : b(block), received(all.end - all.base), base(all.base), visits(0), step(workers), visit(worker), some(false), index(-1), peer(0),
+          part(0), source(0) {
         u32 most = 0;
 #pragma unroll
         for (u32 s = 0; s < RANKS; s++) {
@@ -77,14 +86,20 @@ struct Returned {
     }
 };
 
-// Before a sender warp's first store: no row goes to a peer that may still read the set. Rows may be loaded before. False after an abort.
-DEVICE bool wait_started(const Block& b) {
+// By the announcer warp, before anything else: no row goes to a peer that may still read the set.
+DEVICE void permit(const Block& b) {
     bool ok = true;
     u64 word;
     if (b.lane < RANKS && b.lane != b.me) ok = b.begun().wait(b.lane, b.epoch - b.p.sets + 1, word);
     ok = warp::all(ok);
-    MARK(b.d, C_PERMITTED);
     warp::sync();
+    if (ok && b.lane == 0) arch::st_release_cta_shared(&b.control.permitted, 1);
+}
+// Before a sender warp's first store. Rows may be loaded before. False after an abort.
+DEVICE bool wait_permitted(const Block& b) {
+    const bool ok = warp::all(wait_until(b.d, b.place(PHASE_ANNOUNCER, b.me, b.warp), 1,
+                                         [&](u64&) { return arch::ld_acquire_cta_shared(&b.control.permitted) != 0; }));
+    MARK(b.d, C_PERMITTED);
     arch::fence_proxy_global();
     return ok;
 }
@@ -202,21 +217,25 @@ struct Sender {
         return true;
     }
 
-    DEVICE void run(u32 worker, u32 workers) {
-        Worklist list(b, worker, workers);
+    DEVICE void run(const Received& received, u32 worker, u32 workers) {
+        Worklist list(b, received, worker, workers);
         Returned next;
         // In the plain layout a first token is a row that is loaded and not stored: it is under way during the wait.
         bool ok = true;
         if (!EXPANDED && next.take(list)) ok = send_token(next);
-        ok = ok && wait_started(b);
+        ok = ok && wait_permitted(b);
         while (ok && next.take(list)) ok = send_token(next);
         while (ok && tail != head) ok = store_oldest() && settle(code);
         if (ok) weights.flush();
         if (loading) let_end(b.d, [&] { return arch::mbarrier_try_wait(bars + b.lane, phase); });
-        arch::bulk_wait();
-        warp::sync();
-        if (ok && flag != EMPTY) announce_alone(flag, b.epoch, [&](u32 r) { return b.arrived(r); });
-        warp::sync();
+        // The oldest row first: each is announced when it has arrived, not when all have.
+        for (u32 i = 0; i < count; i++) {
+            if (b.lane == (tail + i) % count) {
+                arch::bulk_wait();
+                if (ok && flag != EMPTY) announce_alone(flag, b.epoch, [&](u32 r) { return b.arrived(r); });
+            }
+            warp::sync();
+        }
         if (b.lane == 0) hand_in_done(b.control.mail);
         MARK(b.d, C_SEND_END);
     }

@@ -26,8 +26,8 @@ struct SumSender {
     Weights weights;
     MARK_STATE(unmarked);
 
-    DEVICE SumSender(const Block& block, u32 worker, u32 workers)
-        : b(block), list(block, worker, workers), slots(block.stages + (u64)block.warp * block.p.stages * PIECE_BYTES), slot(0),
+    DEVICE SumSender(const Block& block, const Received& received, u32 worker, u32 workers)
+        : b(block), list(block, received, worker, workers), slots(block.stages + (u64)block.warp * block.p.stages * PIECE_BYTES), slot(0),
           count(block.p.stages), groups(0), made(0), flag(EMPTY), some(true), open(false), weights(block) {
         const u32 pieces = (b.p.row_bytes + PIECE_BYTES - 1) / PIECE_BYTES, most = (pieces + b.p.parts - 1) / b.p.parts;
         groups = (most + count - 1) / count;
@@ -67,7 +67,7 @@ struct SumSender {
     DEVICE u32 cell() const { return b.cell(b.p.by_lane ? highest(now.lanes) : rank_slot(b.me, now.peer), now.token); }
     DEVICE bool put(u32 from, u32 end, const Vec16 (&v)[VECTORS]) {
         // The first rows have been loaded and summed meanwhile. Weights leave behind the first token.
-        if (!open && !wait_started(b)) return false;
+        if (!open && !wait_permitted(b)) return false;
         open = true;
         if (b.lane == slot) arch::bulk_wait_read();
         warp::sync();
@@ -107,9 +107,9 @@ struct SumSender {
     }
 };
 
-DEVICE void send_sums(const Block& b, u32 worker, u32 workers) {
+DEVICE void send_sums(const Block& b, const Received& received, u32 worker, u32 workers) {
     Gather gather(b, b.warp * b.p.sender_pieces * PIECE_BYTES, b.p.sender_pieces);
-    SumSender sender(b, worker, workers);
+    SumSender sender(b, received, worker, workers);
     const bool ok = gather.run(sender);
     sender.finish(ok);
     if (!ok) gather.drain();

@@ -64,8 +64,8 @@ impl CombineChoices {
 /// Stages of a warp, or batches in its ring, at most: one barrier each, and each stage's lane has every `MAX_STAGES`-th mailbox of its warp.
 const MAX_STAGES: usize = 8;
 
-/// Warps of a combine block that send, stages of each, warps that reduce, and pieces in the rings of the latter (in the plain layout the ranks settle
-/// that number) and of senders that sum, at most. In a combine that pulls `pieces` are batches in a ring.
+/// Warps of a combine block that send, stages of each, warps that reduce, and pieces in the rings of the latter and of senders that sum, at most. In a
+/// combine that pulls `pieces` are batches in a ring, in the plain layout otherwise shares of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CombineRoles {
     pub(crate) row_warps: usize,
@@ -86,27 +86,28 @@ impl CombineRoles {
     /// it gets the larger part of shared memory; two slots are enough for what it has summed.
     fn for_shape(shape: &CombineShape, blocks: usize, available: usize) -> Self {
         let (row_warps, stages) = match (shape.sums(), blocks) {
-            (true, _) => (6, 2),
+            (true, _) => (5, 2),
             (false, 56..) => (1, 3),
             (false, 28..) => (1, 2),
             (false, 12..) => (2, 2),
             (false, _) => (3, 2),
         };
         let reducers = match shape.placement {
-            Placement::Plain if shape.ranks == 1 => Self::plain_reducers(shape, 0, available, 8..=WARPS),
-            Placement::Plain => Self::plain_reducers(shape, row_warps * stages, available, 5..=8),
             // With one rank nobody sends.
-            Placement::Expanded if shape.ranks == 1 => WARPS,
+            _ if shape.ranks == 1 => WARPS,
+            Placement::Plain => WARPS - 1 - row_warps,
             Placement::Expanded if shape.sums() => 5,
             Placement::Expanded => WARPS - 1 - row_warps,
         };
-        // Plain layout: batches of a row from every rank.
+        // Plain layout: a warp waits for a flag once a share, and the last tokens are divided among many warps.
         let pieces = match shape.placement {
-            Placement::Plain => 2,
-            Placement::Expanded if shape.sums() => 6,
+            Placement::Plain if blocks >= 56 => 4,
+            Placement::Plain if blocks >= 28 => 2,
+            Placement::Plain => 1,
+            Placement::Expanded if shape.sums() => 7,
             Placement::Expanded => 8,
         };
-        Self { row_warps, stages, reducers, pieces, sender_pieces: 10 }
+        Self { row_warps, stages, reducers, pieces, sender_pieces: 12 }
     }
 
     /// Few pieces a row first, then many warps.
@@ -133,6 +134,9 @@ impl CombineGrid {
     /// Pieces are multiples of this, unless a row is smaller.
     const PIECE_STEP: usize = 512;
 
+    /// Shares of a token at most.
+    const MOST_SHARES: usize = 16;
+
     /// Batches in a ring at most: one barrier each.
     const MOST_BATCHES: usize = MAX_STAGES;
     /// From so many tokens for each warp on they are drawn by ticket: a warp that pulls has drawn two ahead, one that sends sums four.
@@ -154,7 +158,9 @@ impl CombineGrid {
             PULL_PARTS.. => CombineRoles::for_pull(shape, available),
             _ => CombineRoles::for_shape(shape, blocks, available),
         });
-        // Plain layout: pieces of a few batches, each with a row from every rank.
+        // Through registers, without rings.
+        let direct = plain && !pull;
+        // Pulled: pieces of a few batches, each with a row from every rank.
         let batches = if pulled > 0 { wanted.pieces.clamp(2, Self::MOST_BATCHES) } else { 2 };
         let plain_pieces = batches * shape.ranks;
         let stage_bytes = if shape.sums() { PIECE_BYTES } else { align_up(shape.row_bytes, STAGE_ALIGNMENT) };
@@ -169,6 +175,7 @@ impl CombineGrid {
             }
         };
         let least_ring = match plain {
+            _ if direct => 0,
             true => Self::PIECE_STEP * plain_pieces,
             false => PIECE_BYTES * Self::LEAST_PIECES,
         };
@@ -191,7 +198,10 @@ impl CombineGrid {
             stages.checked_div(row_warps).map_or(0, |most| wanted.stages.clamp(1, MAX_STAGES).min(most));
         let rings = row_warps * depth * stage_bytes;
         let left = available - rings;
-        let (pieces, sender_pieces, piece_bytes) = if plain {
+        let (pieces, sender_pieces, piece_bytes) = if direct {
+            let share = shape.row_bytes.div_ceil(wanted.pieces.clamp(1, Self::MOST_SHARES));
+            (0, 0, align_up(share, Self::PIECE_STEP))
+        } else if plain {
             let pieces = plain_pieces;
             let most = left / reducers / pieces / Self::PIECE_STEP * Self::PIECE_STEP;
             let parts = shape.row_bytes.div_ceil(most);
@@ -251,8 +261,8 @@ mod tests {
         let g =
             CombineGrid::new(&combine(2, 8, Placement::Plain, true), HOPPER, formula, false, MAX_SUM_PARTS)
                 .unwrap();
-        assert_eq!((g.blocks, g.row_warps, g.stages, g.reducers), (132, 1, 3, 6));
-        assert_eq!((g.pieces, g.piece_bytes), (4, 7168));
+        assert_eq!((g.blocks, g.row_warps, g.stages, g.reducers), (132, 1, 3, 14));
+        assert_eq!((g.pieces, g.piece_bytes, g.control), (0, 3584, 3 * 14336));
         let g = CombineGrid::new(
             &combine(2, 8, Placement::Expanded, true),
             HOPPER,
@@ -261,9 +271,9 @@ mod tests {
             MAX_SUM_PARTS,
         )
         .unwrap();
-        assert_eq!((g.row_warps, g.stages, g.sender_pieces, g.reducers, g.pieces), (6, 2, 10, 5, 6));
+        assert_eq!((g.row_warps, g.stages, g.sender_pieces, g.reducers, g.pieces), (5, 2, 12, 5, 7));
         assert!(g.control + COMBINE_CONTROL_BYTES <= HOPPER.shared_bytes);
-        // Seven pieces in three parts: 12288 parts for 792 warps.
+        // Seven pieces in three parts: 12288 parts for 660 warps.
         assert!(g.parts == 3 && g.draws(4096) && !CombineGrid { parts: 1, ..g }.draws(4096));
         let sums = combine(2, 8, Placement::Expanded, true);
         assert_eq!([1, 2, 4].map(|most| formula.parts(&sums, most)), [1, 2, 3]);
@@ -289,14 +299,15 @@ mod tests {
             let full = grid(ranks, row_bytes, HOPPER.shared_bytes, PULL_PARTS).unwrap();
             assert_eq!((full.row_warps, full.rings), (0, 0));
             // As many as were wanted.
-            let most = if ranks == 1 { 8..=WARPS } else { 6..=12 };
-            assert!(most.contains(&full.reducers), "{full:?}");
-            let wanted = CombineRoles::plain_reducers(
-                &CombineShape { row_bytes, ..combine(ranks, 8, Placement::Plain, true) },
-                0,
-                HOPPER.shared_bytes - COMBINE_CONTROL_BYTES,
-                most,
-            );
+            let wanted = match ranks {
+                1 => WARPS,
+                _ => CombineRoles::plain_reducers(
+                    &CombineShape { row_bytes, ..combine(ranks, 8, Placement::Plain, true) },
+                    0,
+                    HOPPER.shared_bytes - COMBINE_CONTROL_BYTES,
+                    6..=12,
+                ),
+            };
             assert_eq!(full.reducers, wanted, "{full:?}");
             let small = grid(ranks, row_bytes, 64 << 10, PULL_PARTS).unwrap();
             assert!(small.shared_bytes <= 64 << 10 && small.reducers > 1, "{small:?}");
@@ -334,12 +345,16 @@ mod tests {
                                 assert!(g.shared_bytes <= HOPPER.shared_bytes, "{s:?} {g:?}");
                                 let announcer = usize::from(ranks > 1);
                                 assert!(32 * (g.row_warps + announcer + g.reducers) <= g.threads, "{g:?}");
-                                assert!(g.reducers >= 1 && g.pieces >= CombineGrid::LEAST_PIECES, "{g:?}");
+                                // Through registers: no rings.
+                                let direct = placement == Placement::Plain && pulled == 0;
+                                let least = if direct { 0 } else { CombineGrid::LEAST_PIECES };
+                                assert!(g.reducers >= 1 && g.pieces >= least, "{g:?}");
                                 assert!(g.piece_bytes.is_multiple_of(CombineGrid::PIECE_STEP), "{g:?}");
                                 let sends = ranks > 1 && g.pulled < PULL_PARTS;
                                 assert!(!sends || (g.row_warps >= 1 && (1..=8).contains(&g.stages)));
                                 let batches = g.pieces / ranks;
-                                assert!(placement != Placement::Plain || (2..=8).contains(&batches));
+                                let pulls = placement == Placement::Plain && !direct;
+                                assert!(!pulls || (2..=8).contains(&batches));
                             }
                         }
                     }

@@ -54,9 +54,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __
                 sender.run(received, worker, gridDim.x * senders);
             }
         } else if (b.warp < first_reducer) {
-            if (senders) permit(b);
             bool known = true;
             if constexpr (PULL) known = learn_sources(b);
+            if (known && senders) permit(b);
             announce(b.control.mail, p.row_warps, b.epoch, [&](u32 r) { return b.arrived(r); });
             MARK(b.d, C_ANNOUNCED);
             if constexpr (PULL) {
@@ -69,8 +69,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_combine(const __
             if constexpr (DIRECT) {
                 Direct(b, reducer, reducers * gridDim.x).run();
             } else {
-                const u32 behind = SUMS ? senders * p.sender_pieces * p.piece_bytes : 0;
-                Gather gather(b, behind + number * p.pieces * p.piece_bytes, p.pieces);
+                const u32 behind = SUMS ? senders * p.sender_batches * p.sender_batch_bytes : 0;
+                Gather gather(b, behind + number * p.batches * p.batch_bytes, p.batches, p.batch_bytes);
                 Reduction reduction(b, reducer, reducers * gridDim.x);
                 const bool ok = gather.run(reduction);
                 if (!ok) gather.drain();

@@ -186,10 +186,13 @@ device_struct! {
         stage_bytes: u32,
         /// Warps of a block that reduce.
         reducers: u32,
-        /// Pieces in the ring of a warp that reduces, and of one that sums what it sends; bytes of a piece.
-        pieces: u32,
-        sender_pieces: u32,
-        piece_bytes: u32,
+        /// Batches in the ring of a warp that reduces, and bytes of one; the same of a warp that sums what it sends.
+        batches: u32,
+        batch_bytes: u32,
+        sender_batches: u32,
+        sender_batch_bytes: u32,
+        /// Bytes of a row that a warp reduces through registers at a time.
+        share_bytes: u32,
         /// Offsets in the block's shared memory, behind the stages: rings, control words.
         rings: u32,
         control: u32,

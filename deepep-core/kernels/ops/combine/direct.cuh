@@ -1,6 +1,6 @@
 // Sums of rows that were sent, or lie here, in the plain layout: through registers, by warps that do nothing else.
 //
-// A token goes in shares of `piece_bytes`, each summed for itself by the warp whose turn it is: many warps then have the last tokens among them. What needs no
+// A token goes in shares of `share_bytes`, each summed for itself by the warp whose turn it is: many warps then have the last tokens among them. What needs no
 // flag, the own row, is loaded before the flag is waited for.
 //
 // Who writes: the peers, into the receive area, before the flag. Who waits: each lane for the flag of its contribution (acquire), the others for the lanes by a
@@ -21,7 +21,7 @@ struct Direct {
     MARK_STATE(none_summed);
 
     DEVICE Direct(const Block& block, u32 worker, u32 workers)
-        : b(block), unit(worker), step(workers), shares((block.p.row_bytes + block.p.piece_bytes - 1) / block.p.piece_bytes), t(0), share(0),
+        : b(block), unit(worker), step(workers), shares((block.p.row_bytes + block.p.share_bytes - 1) / block.p.share_bytes), t(0), share(0),
           expert(-1), own(-1) {
         look_up();
     }
@@ -122,8 +122,8 @@ struct Direct {
 
     DEVICE bool run() {
         while (t < b.p.tokens) {
-            const u32 token = t, begin = share * b.p.piece_bytes, rest = b.p.row_bytes - begin;
-            const u32 end = begin + (rest < b.p.piece_bytes ? rest : b.p.piece_bytes);
+            const u32 token = t, begin = share * b.p.share_bytes, rest = b.p.row_bytes - begin;
+            const u32 end = begin + (rest < b.p.share_bytes ? rest : b.p.share_bytes);
             const i32 here = own, dest = expert >= 0 ? expert / (i32)b.p.local_experts : -1;
             const bool weights = b.p.out_weights && share == 0 && b.lane < b.p.lanes;
             look_up();

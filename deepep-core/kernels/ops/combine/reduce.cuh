@@ -91,10 +91,8 @@ struct Reduction {
         if (coming.remote && !coming.pulled) row = b.receive_row(b.me, cell(coming));
         if (several) terms.set(b.lane, row, own_lanes, all & ~own_lanes, highest(own_lanes));
         else terms.set(b.lane, row, 0, all, 0);
-        if (SUMS) {
-            terms.begin = b.part_begin(coming.part);
-            terms.end = b.part_begin(coming.part + 1);
-        }
+        terms.begin = SUMS ? b.part_begin(coming.part) : 0;
+        terms.end = SUMS ? b.part_begin(coming.part + 1) : b.p.row_bytes;
         return true;
     }
     // Where rows are pulled from is known only from the announcer's word on. The link is for rows that are sent first.
@@ -155,13 +153,11 @@ struct Reduction {
         reading = false;
     }
     DEVICE bool biased() const { return b.p.bias0 != 0; }
-    DEVICE u32 biases(Sum (&sum)[VECTORS], u32 from, u32 end) const {
-        u32 n = 0;
-#pragma unroll
+    DEVICE void biases(Sum (&sum)[VECTORS], u32 from, u32 end) const {
+#pragma unroll 1
         for (u32 i = 0; i < 2; i++) {
             const u64 bias = i ? b.p.bias1 : b.p.bias0;
             if (!bias) continue;
-            n++;
             const u64 row = bias + (u64)now.t * b.p.row_bytes;
 #pragma unroll
             for (u32 j = 0; j < VECTORS; j++) {
@@ -169,7 +165,6 @@ struct Reduction {
                 if (at < end) sum[j].add(arch::ld_stream((const Vec16*)(row + at)));
             }
         }
-        return n;
     }
     DEVICE bool put(u32 from, u32 end, const Vec16 (&v)[VECTORS]) const {
         u8* out = (u8*)(b.p.out + (u64)now.t * b.p.row_bytes);

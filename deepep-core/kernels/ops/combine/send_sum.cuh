@@ -5,9 +5,9 @@
 
 // The received tokens that one warp sends back (see Gather). A piece of a sum leaves as soon as it is there.
 //
-// Piece slot s of the warp belongs to lane s, which issues its stores. A slot is written again when its store has read it. Each lane ends a part of a token
-// with the same number of bulk groups, some of them empty, so that after it the pieces of the one before can be waited for; then its flag
-// is handed in.
+// Piece slot s of the warp belongs to lane s, which issues its stores. A slot is written again when its store has read it. All lanes end a part of a token
+// with equally many bulk groups, some of them empty, so that after it the pieces of the one before can be waited for; then its flag
+// is handed in. Mailboxes take turns: each is free again only after a fence of the announcer.
 struct SumSender {
     static constexpr bool PARTIAL = false, READS = false;
     struct Token : Returned {
@@ -18,8 +18,8 @@ struct SumSender {
     Worklist list;
     u8* slots;
     u32 slot, count;           // next slot, and how many there are
-    u32 groups, made;          // bulk groups of a lane for a part of a token, and those of the current one so far
-    u32 flag;                  // of the part before the current one
+    u32 turns, made;           // turns of the slots in the current part of a token, begun ones too, and this lane's bulk groups of it
+    u32 flag, box;             // of the part before the current one; its mailbox
     bool some;                 // `ahead` is a token
     bool open;                 // the peers' sets may be written
     Token ahead, coming, now;  // being looked up, being loaded, being summed
@@ -28,9 +28,7 @@ struct SumSender {
 
     DEVICE SumSender(const Block& block, const Received& received, u32 worker, u32 workers)
         : b(block), list(block, received, worker, workers), slots(block.stages + (u64)block.warp * block.p.stages * PIECE_BYTES), slot(0),
-          count(block.p.stages), groups(0), made(0), flag(EMPTY), some(true), open(false), weights(block) {
-        const u32 pieces = (b.p.row_bytes + PIECE_BYTES - 1) / PIECE_BYTES, most = (pieces + b.p.parts - 1) / b.p.parts;
-        groups = (most + count - 1) / count;
+          count(block.p.stages), turns(0), made(0), flag(EMPTY), box(0), some(true), open(false), weights(block) {
         look_up();
     }
     DEVICE void look_up() {
@@ -42,7 +40,8 @@ struct SumSender {
     DEVICE bool publish() {
         warp::sync();
         bool ok = true;
-        if (b.lane == 0 && flag != EMPTY) ok = hand_in(b.d, b.control.mail, b.place(PHASE_ANNOUNCER, b.me, b.warp), flag);
+        if (b.lane == 0 && flag != EMPTY) ok = hand_in(b.d, b.control.mail, b.place(PHASE_ANNOUNCER, b.me, b.warp), flag, box);
+        box = (box + 1) % 32;
         return warp::all(ok);
     }
 
@@ -59,16 +58,17 @@ struct SumSender {
     DEVICE bool ready(bool, Terms&) const { return true; }
     DEVICE void begin() {
         now = coming;
-        slot = made = 0;
+        slot = turns = made = 0;
         weights.take(now.peer, now.token, now.part ? 0 : now.lanes, now.row < 0 ? 0 : now.row);
     }
     DEVICE bool biased() const { return false; }
-    DEVICE u32 biases(Sum (&)[VECTORS], u32, u32) const { return 0; }
+    DEVICE void biases(Sum (&)[VECTORS], u32, u32) const {}
     DEVICE u32 cell() const { return b.cell(b.p.by_lane ? highest(now.lanes) : rank_slot(b.me, now.peer), now.token); }
     DEVICE bool put(u32 from, u32 end, const Vec16 (&v)[VECTORS]) {
         // The first rows have been loaded and summed meanwhile. Weights leave behind the first token.
         if (!open && !wait_permitted(b)) return false;
         open = true;
+        if (slot == 0) turns++;
         if (b.lane == slot) arch::bulk_wait_read();
         warp::sync();
         Vec16* to = (Vec16*)(slots + slot * PIECE_BYTES) + b.lane;
@@ -86,10 +86,10 @@ struct SumSender {
         return true;
     }
     DEVICE bool end() {
-        for (; made < groups; made++) arch::bulk_commit();
+        for (; made < turns; made++) arch::bulk_commit();
         MARK_FIRST(unmarked, b.d, C_SENT_FIRST);
         MARK(b.d, C_SENT_LAST);
-        arch::bulk_wait_but(groups);
+        arch::bulk_wait_but(turns);
         if (!publish()) return false;
         flag = now.peer << CODE_RANK_SHIFT | b.flag(cell(), now.part);
         return true;
@@ -108,7 +108,8 @@ struct SumSender {
 };
 
 DEVICE void send_sums(const Block& b, const Received& received, u32 worker, u32 workers) {
-    Gather gather(b, b.warp * b.p.sender_pieces * PIECE_BYTES, b.p.sender_pieces);
+    const u32 bytes = b.p.sender_batch_bytes;
+    Gather gather(b, b.warp * b.p.sender_batches * bytes, b.p.sender_batches, bytes);
     SumSender sender(b, received, worker, workers);
     const bool ok = gather.run(sender);
     sender.finish(ok);

@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 use super::grid::{Limits, STAGE_ALIGNMENT, WARPS};
 use crate::error::{Error, Result};
 use crate::jit::{COMBINE_CONTROL_BYTES, PIECE_BYTES, PULL_PARTS, SUM_THREADS, THREADS};
-use crate::layout::{CombineShape, MAX_BLOCKS, Placement, align_up};
+use crate::layout::{CombineShape, MAX_BLOCKS, MAX_TOPK, Placement, align_up};
 
 /// Geometry of a combine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,9 +16,13 @@ pub(super) struct CombineGrid {
     pub(super) stages: usize,
     pub(super) stage_bytes: usize,
     pub(super) reducers: usize,
-    pub(super) pieces: usize,
-    pub(super) sender_pieces: usize,
-    pub(super) piece_bytes: usize,
+    /// Batches in the ring of a warp that reduces, bytes of one, and the same of a sender that sums.
+    pub(super) batches: usize,
+    pub(super) batch_bytes: usize,
+    pub(super) sender_batches: usize,
+    pub(super) sender_batch_bytes: usize,
+    /// Bytes of a row that a warp reduces through registers at a time.
+    pub(super) share_bytes: usize,
     pub(super) rings: usize,
     pub(super) control: usize,
     pub(super) shared_bytes: usize,
@@ -64,8 +68,8 @@ impl CombineChoices {
 /// Stages of a warp, or batches in its ring, at most: one barrier each, and each stage's lane has every `MAX_STAGES`-th mailbox of its warp.
 const MAX_STAGES: usize = 8;
 
-/// Warps of a combine block that send, stages of each, warps that reduce, and pieces in the rings of the latter and of senders that sum, at most. In a
-/// combine that pulls `pieces` are batches in a ring, in the plain layout otherwise shares of a token.
+/// Warps of a combine block that send, stages of each, warps that reduce, and the rings of the latter and of senders that sum, at most, in pieces of
+/// [`PIECE_BYTES`]. In a combine that pulls `pieces` are batches in a ring, in the plain layout otherwise shares of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CombineRoles {
     pub(crate) row_warps: usize,
@@ -73,13 +77,15 @@ pub(crate) struct CombineRoles {
     pub(crate) reducers: usize,
     pub(crate) pieces: usize,
     pub(crate) sender_pieces: usize,
+    /// Batches that such a ring is divided into.
+    pub(crate) batches: usize,
 }
 
 impl CombineRoles {
     /// Nobody sends: rings take all of shared memory. Two batches are enough, one that is summed and one that is loaded.
     fn for_pull(shape: &CombineShape, available: usize) -> Self {
         let reducers = Self::plain_reducers(shape, 0, available, 6..=12);
-        Self { row_warps: 0, stages: 0, reducers, pieces: 2, sender_pieces: 0 }
+        Self { row_warps: 0, stages: 0, reducers, pieces: 2, sender_pieces: 0, batches: 2 }
     }
 
     /// Rows that are sent as they are: the link wants 48 to 64 of 14 KB in flight, and not more. Sums: what a sender waits for are its rows, so
@@ -96,7 +102,7 @@ impl CombineRoles {
             // With one rank nobody sends.
             _ if shape.ranks == 1 => WARPS,
             Placement::Plain => WARPS - 1 - row_warps,
-            Placement::Expanded if shape.sums() => 5,
+            Placement::Expanded if shape.sums() => 6,
             Placement::Expanded => WARPS - 1 - row_warps,
         };
         // Plain layout: a warp waits for a flag once a share, and the last tokens are divided among many warps.
@@ -104,10 +110,10 @@ impl CombineRoles {
             Placement::Plain if blocks >= 56 => 4,
             Placement::Plain if blocks >= 28 => 2,
             Placement::Plain => 1,
-            Placement::Expanded if shape.sums() => 7,
+            Placement::Expanded if shape.sums() => 9,
             Placement::Expanded => 8,
         };
-        Self { row_warps, stages, reducers, pieces, sender_pieces: 12 }
+        Self { row_warps, stages, reducers, pieces, sender_pieces: 9, batches: 2 }
     }
 
     /// Few pieces a row first, then many warps.
@@ -127,11 +133,11 @@ impl CombineRoles {
 }
 
 impl CombineGrid {
-    /// Pieces in the ring of a warp that sums at least: one that is read and one that is loaded.
-    const LEAST_PIECES: usize = 2;
-    /// At most: what is needed to load 8 rows while 8 are summed.
-    const MOST_PIECES: usize = 16;
-    /// Pieces are multiples of this, unless a row is smaller.
+    /// Batches in a ring at least: one that is read and one that is loaded.
+    const LEAST_BATCHES: usize = 2;
+    /// A batch has a piece of each row of a token; pieces are multiples of this.
+    const LEAST_PIECE: usize = 128;
+    /// Pieces of rows that are pulled, and shares, are multiples of this, unless a row is smaller.
     const PIECE_STEP: usize = 512;
 
     /// Shares of a token at most.
@@ -161,8 +167,13 @@ impl CombineGrid {
         // Through registers, without rings.
         let direct = plain && !pull;
         // Pulled: pieces of a few batches, each with a row from every rank.
-        let batches = if pulled > 0 { wanted.pieces.clamp(2, Self::MOST_BATCHES) } else { 2 };
-        let plain_pieces = batches * shape.ranks;
+        let batches = if plain { wanted.pieces } else { wanted.batches };
+        let mut batches = batches.clamp(Self::LEAST_BATCHES, Self::MOST_BATCHES);
+        // With rings: the least batch.
+        let least_batch = match plain {
+            true => Self::PIECE_STEP * shape.ranks,
+            false => Self::LEAST_PIECE * MAX_TOPK,
+        };
         let stage_bytes = if shape.sums() { PIECE_BYTES } else { align_up(shape.row_bytes, STAGE_ALIGNMENT) };
         let threads = if shape.sums() { SUM_THREADS } else { THREADS };
         let warps = threads / 32;
@@ -174,21 +185,20 @@ impl CombineGrid {
                 (senders, wanted.reducers.clamp(1, warps - 1 - senders))
             }
         };
-        let least_ring = match plain {
-            _ if direct => 0,
-            true => Self::PIECE_STEP * plain_pieces,
-            false => PIECE_BYTES * Self::LEAST_PIECES,
-        };
+        let least_ring = if direct { 0 } else { least_batch };
         let summing = if shape.sums() { row_warps } else { 0 };
-        let left = |reducers| available.checked_sub((reducers + summing) * least_ring);
+        let left = |reducers, batches| available.checked_sub((reducers + summing) * batches * least_ring);
         // A stage at least, if anybody sends.
         let least_stage = if row_warps > 0 { stage_bytes } else { 0 };
-        let fits = |reducers| left(reducers).is_some_and(|left| left >= least_stage);
-        while !fits(reducers) && reducers > 1 {
+        let fits = |reducers, batches| left(reducers, batches).is_some_and(|left| left >= least_stage);
+        while !fits(reducers, batches) && batches > Self::LEAST_BATCHES {
+            batches -= 1;
+        }
+        while !fits(reducers, batches) && reducers > 1 {
             reducers /= 2;
         }
-        let stages = left(reducers).map_or(0, |left| left / stage_bytes);
-        if !fits(reducers) {
+        let stages = left(reducers, batches).map_or(0, |left| left / stage_bytes);
+        if !fits(reducers, batches) {
             let need = format!("a block has {} bytes of shared memory", limits.shared_bytes);
             return Err(Error::invalid("combine row_bytes", shape.row_bytes, need));
         }
@@ -198,26 +208,30 @@ impl CombineGrid {
             stages.checked_div(row_warps).map_or(0, |most| wanted.stages.clamp(1, MAX_STAGES).min(most));
         let rings = row_warps * depth * stage_bytes;
         let left = available - rings;
-        let (pieces, sender_pieces, piece_bytes) = if direct {
-            let share = shape.row_bytes.div_ceil(wanted.pieces.clamp(1, Self::MOST_SHARES));
-            (0, 0, align_up(share, Self::PIECE_STEP))
-        } else if plain {
-            let pieces = plain_pieces;
-            let most = left / reducers / pieces / Self::PIECE_STEP * Self::PIECE_STEP;
+        let mut bytes = [0; 2];
+        if plain && !direct {
+            // A token's rows in as few batches as can be.
+            let most = left / reducers / batches / shape.ranks / Self::PIECE_STEP * Self::PIECE_STEP;
             let parts = shape.row_bytes.div_ceil(most);
-            (pieces, 0, align_up(shape.row_bytes.div_ceil(parts), Self::PIECE_STEP))
-        } else {
-            let clamp = |wanted: usize| wanted.clamp(Self::LEAST_PIECES, Self::MOST_PIECES);
-            let (mut pieces, mut sender_pieces) = (clamp(wanted.pieces), clamp(wanted.sender_pieces));
+            bytes[0] = align_up(shape.row_bytes.div_ceil(parts), Self::PIECE_STEP) * shape.ranks;
+        } else if !plain {
+            let batch = |pieces: usize| {
+                (pieces * PIECE_BYTES / batches / Self::LEAST_PIECE * Self::LEAST_PIECE).max(least_batch)
+            };
+            bytes = [batch(wanted.pieces), if summing > 0 { batch(wanted.sender_pieces) } else { 0 }];
             // Least rings fit, as was seen above.
-            while (reducers * pieces + summing * sender_pieces) * PIECE_BYTES > left {
-                let larger =
-                    if summing > 0 && sender_pieces > pieces { &mut sender_pieces } else { &mut pieces };
-                *larger -= 1;
+            while (reducers * bytes[0] + summing * bytes[1]) * batches > left {
+                let larger = usize::from(bytes[1] > bytes[0]);
+                bytes[larger] -= Self::LEAST_PIECE;
             }
-            (pieces, sender_pieces, PIECE_BYTES)
-        };
-        let control = rings + (reducers * pieces + summing * sender_pieces) * piece_bytes;
+        }
+        let [batch_bytes, sender_batch_bytes] = bytes;
+        let (batches, sender_batches) =
+            (if direct { 0 } else { batches }, if summing > 0 { batches } else { 0 });
+        let share = shape.row_bytes.div_ceil(wanted.pieces.clamp(1, Self::MOST_SHARES));
+        let share_bytes = if direct { align_up(share, Self::PIECE_STEP) } else { 0 };
+        let control =
+            rings + reducers * batches * batch_bytes + summing * sender_batches * sender_batch_bytes;
         let shared_bytes = control + COMBINE_CONTROL_BYTES;
         Ok(Self {
             blocks,
@@ -226,9 +240,11 @@ impl CombineGrid {
             stages: depth,
             stage_bytes,
             reducers,
-            pieces,
-            sender_pieces,
-            piece_bytes,
+            batches,
+            batch_bytes,
+            sender_batches,
+            sender_batch_bytes,
+            share_bytes,
             rings,
             control,
             shared_bytes,
@@ -262,7 +278,7 @@ mod tests {
             CombineGrid::new(&combine(2, 8, Placement::Plain, true), HOPPER, formula, false, MAX_SUM_PARTS)
                 .unwrap();
         assert_eq!((g.blocks, g.row_warps, g.stages, g.reducers), (132, 1, 3, 14));
-        assert_eq!((g.pieces, g.piece_bytes, g.control), (0, 3584, 3 * 14336));
+        assert_eq!((g.batches, g.share_bytes, g.control), (0, 3584, 3 * 14336));
         let g = CombineGrid::new(
             &combine(2, 8, Placement::Expanded, true),
             HOPPER,
@@ -271,7 +287,8 @@ mod tests {
             MAX_SUM_PARTS,
         )
         .unwrap();
-        assert_eq!((g.row_warps, g.stages, g.sender_pieces, g.reducers, g.pieces), (5, 2, 12, 5, 7));
+        assert_eq!((g.row_warps, g.stages, g.reducers), (5, 2, 6));
+        assert_eq!([g.batches, g.batch_bytes, g.sender_batches, g.sender_batch_bytes], [2, 9216, 2, 9216]);
         assert!(g.control + COMBINE_CONTROL_BYTES <= HOPPER.shared_bytes);
         // Seven pieces in three parts: 12288 parts for 660 warps.
         assert!(g.parts == 3 && g.draws(4096) && !CombineGrid { parts: 1, ..g }.draws(4096));
@@ -281,7 +298,7 @@ mod tests {
             CombineGrid::new(&combine(2, 8, Placement::Plain, true), HOPPER, formula, true, MAX_SUM_PARTS)
                 .unwrap();
         assert_eq!((g.row_warps, g.stages, g.rings, g.pulled), (0, 0, 0, PULL_PARTS));
-        assert_eq!((g.blocks, g.reducers, g.pieces, g.piece_bytes), (132, 7, 4, 7168));
+        assert_eq!((g.blocks, g.reducers, g.batches, g.batch_bytes), (132, 7, 2, 14336));
         // 924 warps get 4 or 5 tokens each; 112 get 36.
         assert!(!g.draws(4096) && CombineGrid { blocks: 16, ..g }.draws(4096));
     }
@@ -329,7 +346,9 @@ mod tests {
                             s.row_bytes = row_bytes;
                             let limits = Limits { blocks, ..HOPPER };
                             let (pieces, sender_pieces) = (3 * stages, 20 - stages);
-                            let roles = CombineRoles { row_warps, stages, reducers, pieces, sender_pieces };
+                            let batches = stages;
+                            let roles =
+                                CombineRoles { row_warps, stages, reducers, pieces, sender_pieces, batches };
                             let pulls: &[usize] = match (ranks > 1, placement) {
                                 (true, Placement::Plain) => &[0, 24, PULL_PARTS],
                                 _ => &[0],
@@ -347,14 +366,17 @@ mod tests {
                                 assert!(32 * (g.row_warps + announcer + g.reducers) <= g.threads, "{g:?}");
                                 // Through registers: no rings.
                                 let direct = placement == Placement::Plain && pulled == 0;
-                                let least = if direct { 0 } else { CombineGrid::LEAST_PIECES };
-                                assert!(g.reducers >= 1 && g.pieces >= least, "{g:?}");
-                                assert!(g.piece_bytes.is_multiple_of(CombineGrid::PIECE_STEP), "{g:?}");
+                                assert!(g.reducers >= 1 && (direct || (2..=8).contains(&g.batches)), "{g:?}");
+                                let most_rows = if placement == Placement::Plain { ranks } else { 32 };
+                                for bytes in [g.batch_bytes, g.sender_batch_bytes] {
+                                    let rings = bytes.is_multiple_of(128) && bytes / most_rows >= 128;
+                                    assert!(bytes == 0 || rings, "{g:?}");
+                                }
+                                let sums = s.sums() && ranks > 1;
+                                assert_eq!((direct, sums), (g.batch_bytes == 0, g.sender_batch_bytes > 0));
+                                assert_eq!(direct, g.share_bytes > 0);
                                 let sends = ranks > 1 && g.pulled < PULL_PARTS;
                                 assert!(!sends || (g.row_warps >= 1 && (1..=8).contains(&g.stages)));
-                                let batches = g.pieces / ranks;
-                                let pulls = placement == Placement::Plain && !direct;
-                                assert!(!pulls || (2..=8).contains(&batches));
                             }
                         }
                     }

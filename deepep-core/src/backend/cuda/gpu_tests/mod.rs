@@ -46,14 +46,17 @@ fn machine() -> Option<Machine> {
     }
 }
 
-/// `DEEPEP_TEST_COMBINE=4.4.7.8.12,2.4.9.6.8`: sender warps, stages, reducers, their pieces and those of senders. Without it, the formula's.
+/// `DEEPEP_TEST_COMBINE=5.2.6.9.9,5.2.6.9.9.3`: sender warps, stages, reducers, pieces of their rings and of those of senders, batches of a ring (2). In the plain
+/// layout the fourth number is that of shares, or of pulled batches. Without it, the formula's.
 fn roles() -> Vec<Option<CombineRoles>> {
     let Ok(text) = std::env::var("DEEPEP_TEST_COMBINE") else { return vec![None] };
     let parse = |one: &str| {
-        let &[row_warps, stages, reducers, pieces, sender_pieces] = parsed(one, '.').as_slice() else {
+        let given = parsed(one, '.');
+        let &[row_warps, stages, reducers, pieces, sender_pieces, ref rest @ ..] = given.as_slice() else {
             panic!("five numbers are needed, and not {one}")
         };
-        Some(CombineRoles { row_warps, stages, reducers, pieces, sender_pieces })
+        let batches = rest.first().copied().unwrap_or(2);
+        Some(CombineRoles { row_warps, stages, reducers, pieces, sender_pieces, batches })
     };
     text.split(',').map(parse).collect()
 }

@@ -63,7 +63,8 @@ fn all_cases(test: &str, ranks: usize, placement: Placement, seeds: u64) {
         Kernels::build(&programs(ranks, placement), &|_, text| text).unwrap_or_else(|e| panic!("{e}"));
     let limits = Limits { blocks: 2, shared_bytes: 232_448, link: 48 };
     let small = Limits { blocks: 2, shared_bytes: 100_000, link: 367 };
-    let few = Some(CombineRoles { row_warps: 2, stages: 2, reducers: 2, pieces: 3, sender_pieces: 4 });
+    let few =
+        Some(CombineRoles { row_warps: 2, stages: 2, reducers: 2, pieces: 3, sender_pieces: 4, batches: 2 });
     let (mut count, mut failures) = (0, Vec::new());
     for (name, mut case) in cases::all(ranks) {
         let wanted = WANTED.iter().any(|part| name.contains(part));
@@ -222,7 +223,14 @@ fn shared_memory_that_is_used_too_early_is_noticed_on_cpus() {
         let mut case = Case::new(2, 24, placement);
         (case.hidden, case.topk, case.experts) = (8192, 6, 16);
         case.reduce_first = file.ends_with("send_sum.cuh");
-        case.roles = Some(CombineRoles { row_warps: 1, stages: 1, reducers: 2, pieces: 3, sender_pieces: 4 });
+        case.roles = Some(CombineRoles {
+            row_warps: 1,
+            stages: 1,
+            reducers: 2,
+            pieces: 3,
+            sender_pieces: 4,
+            batches: 2,
+        });
         let failed = (0..5).any(|seed| Ranks::new(&case, limits, 0).unwrap().round(&kernels, seed).is_err());
         assert!(failed, "{file} without {from:?} went unnoticed");
     }

@@ -89,7 +89,7 @@ fn rows_are_read_before_they_are_overwritten_on_cpus() {
         return;
     }
     let roles = |row_warps, reducers, batches| {
-        Some(CombineRoles { row_warps, stages: 2, reducers, pieces: batches, sender_pieces: 0 })
+        Some(CombineRoles { row_warps, stages: 2, reducers, pieces: batches, sender_pieces: 0, batches: 2 })
     };
     for ranks in [2, 3] {
         let kernels = kernels(ranks, &|_, text| text);

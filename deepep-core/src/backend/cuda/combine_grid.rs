@@ -82,21 +82,36 @@ pub(crate) struct CombineRoles {
 }
 
 impl CombineRoles {
-    /// Nobody sends: rings take all of shared memory. Two batches are enough, one that is summed and one that is loaded.
+    /// Warps of a block that pull.
+    const PULLERS: RangeInclusive<usize> = 12..=15;
+    /// How long what is sent and has not arrived keeps the link at work, in ns. With more of it throughput does not grow, and flags and the last rows come later; with
+    /// less the link has gaps. Measured on 2×H200.
+    const UNDER_WAY: usize = 5000;
+
+    /// Nobody sends: rings take all of shared memory. Two batches are enough, one that is summed and one that is loaded; many warps, since each waits
+    /// for its batches.
     fn for_pull(shape: &CombineShape, available: usize) -> Self {
-        let reducers = Self::plain_reducers(shape, 0, available, 6..=12);
+        let reducers = Self::pullers(shape, available);
         Self { row_warps: 0, stages: 0, reducers, pieces: 2, sender_pieces: 0, batches: 2 }
     }
 
-    /// Rows that are sent as they are: the link wants 48 to 64 of 14 KB in flight, and not more. Sums: what a sender waits for are its rows, so
-    /// it gets the larger part of shared memory; two slots are enough for what it has summed.
-    fn for_shape(shape: &CombineShape, blocks: usize, available: usize) -> Self {
-        let (row_warps, stages) = match (shape.sums(), blocks) {
-            (true, _) => (5, 2),
-            (false, 56..) => (1, 3),
-            (false, 28..) => (1, 2),
-            (false, 12..) => (2, 2),
-            (false, _) => (3, 2),
+    /// Rows that are sent as they are: as many under way as [`Self::UNDER_WAY`] wants. Sums: two slots of a piece are enough for what a sender has summed, what it
+    /// waits for are its rows.
+    fn for_shape(shape: &CombineShape, limits: Limits) -> Self {
+        let blocks = limits.blocks;
+        let row_warps = match (shape.sums(), blocks) {
+            (true, _) => 5,
+            (false, 56..) => 1,
+            (false, 12..) => 2,
+            (false, _) => 3,
+        };
+        let stages = match (shape.sums(), blocks) {
+            (true, _) | (false, ..28) => 2,
+            // A GB/s is a byte in a ns.
+            (false, _) => {
+                let stage = blocks * row_warps * shape.row_bytes;
+                ((limits.link * Self::UNDER_WAY + stage / 2) / stage).clamp(1, MAX_STAGES)
+            }
         };
         let reducers = match shape.placement {
             // With one rank nobody sends.
@@ -117,18 +132,12 @@ impl CombineRoles {
     }
 
     /// Few pieces a row first, then many warps.
-    fn plain_reducers(
-        shape: &CombineShape,
-        stages: usize,
-        available: usize,
-        candidates: RangeInclusive<usize>,
-    ) -> usize {
-        let left = available.saturating_sub(stages * align_up(shape.row_bytes, STAGE_ALIGNMENT));
+    fn pullers(shape: &CombineShape, available: usize) -> usize {
         let pieces = |reducers: usize| {
-            let most = left / (reducers * 2 * shape.ranks);
+            let most = available / (reducers * 2 * shape.ranks);
             shape.row_bytes.div_ceil(most.max(1))
         };
-        candidates.min_by_key(|&n| (pieces(n), WARPS - n)).unwrap_or(1)
+        Self::PULLERS.min_by_key(|&n| (pieces(n), WARPS - n)).unwrap_or(1)
     }
 }
 
@@ -162,7 +171,7 @@ impl CombineGrid {
         let available = limits.shared_bytes.saturating_sub(COMBINE_CONTROL_BYTES);
         let wanted = choices.roles.unwrap_or_else(|| match pulled {
             PULL_PARTS.. => CombineRoles::for_pull(shape, available),
-            _ => CombineRoles::for_shape(shape, blocks, available),
+            _ => CombineRoles::for_shape(shape, Limits { blocks, ..limits }),
         });
         // Through registers, without rings.
         let direct = plain && !pull;
@@ -277,8 +286,8 @@ mod tests {
         let g =
             CombineGrid::new(&combine(2, 8, Placement::Plain, true), HOPPER, formula, false, MAX_SUM_PARTS)
                 .unwrap();
-        assert_eq!((g.blocks, g.row_warps, g.stages, g.reducers), (132, 1, 3, 14));
-        assert_eq!((g.batches, g.share_bytes, g.control), (0, 3584, 3 * 14336));
+        assert_eq!((g.blocks, g.row_warps, g.stages, g.reducers), (132, 1, 1, 14));
+        assert_eq!((g.batches, g.share_bytes, g.control), (0, 3584, 14336));
         let g = CombineGrid::new(
             &combine(2, 8, Placement::Expanded, true),
             HOPPER,
@@ -298,8 +307,8 @@ mod tests {
             CombineGrid::new(&combine(2, 8, Placement::Plain, true), HOPPER, formula, true, MAX_SUM_PARTS)
                 .unwrap();
         assert_eq!((g.row_warps, g.stages, g.rings, g.pulled), (0, 0, 0, PULL_PARTS));
-        assert_eq!((g.blocks, g.reducers, g.batches, g.batch_bytes), (132, 7, 2, 14336));
-        // 924 warps get 4 or 5 tokens each; 112 get 36.
+        assert_eq!((g.blocks, g.reducers, g.batches, g.batch_bytes), (132, 15, 2, 7168));
+        // 1980 warps get 2 or 3 tokens each; 240 get 17.
         assert!(!g.draws(4096) && CombineGrid { blocks: 16, ..g }.draws(4096));
     }
 
@@ -316,16 +325,8 @@ mod tests {
             let full = grid(ranks, row_bytes, HOPPER.shared_bytes, PULL_PARTS).unwrap();
             assert_eq!((full.row_warps, full.rings), (0, 0));
             // As many as were wanted.
-            let wanted = match ranks {
-                1 => WARPS,
-                _ => CombineRoles::plain_reducers(
-                    &CombineShape { row_bytes, ..combine(ranks, 8, Placement::Plain, true) },
-                    0,
-                    HOPPER.shared_bytes - COMBINE_CONTROL_BYTES,
-                    6..=12,
-                ),
-            };
-            assert_eq!(full.reducers, wanted, "{full:?}");
+            let most = if ranks == 1 { WARPS..=WARPS } else { CombineRoles::PULLERS };
+            assert!(most.contains(&full.reducers), "{full:?}");
             let small = grid(ranks, row_bytes, 64 << 10, PULL_PARTS).unwrap();
             assert!(small.shared_bytes <= 64 << 10 && small.reducers > 1, "{small:?}");
         }

@@ -113,6 +113,9 @@ DEVICE Vec16 ld_stream(const Vec16* p) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
+DEVICE void ld_stream(const u64* p, u32& low, u32& high) {
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(low), "=r"(high) : "l"(p));
+}
 DEVICE u64 ld_stream(const u64* p) {
     u64 v;
     asm volatile("ld.global.nc.L1::no_allocate.u64 %0, [%1];" : "=l"(v) : "l"(p));

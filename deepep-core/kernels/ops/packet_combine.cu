@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_packet_combine(c
     Returned returned(b);
     Result result(b);
     Permission permission;
-    bool ok = true;
+    bool ok = true, going = true;  // this warp; the whole block
 #pragma unroll 1
     for (Item item(role, sends ? SENDERS : REDUCERS);; item.next()) {
         if (sends) returned.load(item);
@@ -30,14 +30,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_packet_combine(c
             permission.ask(b.begun());
             b.packets.open(first.epoch());
             // Every warp has read the epoch.
-            ok = !__syncthreads_or(first.broken());
+            ok = going = !__syncthreads_or(first.broken());
             MARK(b.d, PC_EPOCH);
             store_epoch(packet_counter(b.d, PACKETS_COMBINE, 0), b.packets.epoch);
             if (!ok && threadIdx.x == 0) give_up(b.d, {OPERATION_COMBINE, 0, b.packets.epoch, b.me, 0}, false, 0, 0, 0);
             if (ok && b.clerk() && b.warp == WARPS - 1) b.begun().tell(b.lane);
         }
-        if (!ok || !(sends ? returned.some : result.some)) break;
-        ok = sends ? returned.send(permission) : result.finish();
+        const bool some = sends ? returned.some : result.some;
+        // What is sent comes first: own rows are loaded when the first items of this block's senders have been sent, while they are on their way. Whoever has
+        // no item only says so.
+        if (ok && sends && some) ok = returned.send(permission);
+        if (SENDERS && going && item.first()) {
+            if (sends || !some) arch::barrier_arrive(1, THREADS);
+            else arch::barrier_sync(1, THREADS);
+        }
+        if (!ok || !some) break;
+        if (!sends) ok = result.finish();
         MARK_IF(sends && item.first(), b.d, PC_SENT_FIRST);
         MARK_IF(sends, b.d, PC_SENT_LAST);
         MARK_IF(!sends && item.first(), b.d, PC_WRITTEN_FIRST);

@@ -20,33 +20,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
     MARK(q.call.domain, PD_START);
     Block b(q, shared);
     const bool clerk = b.clerk();
-    bool ok = true;
+    const bool last = b.warp == WARPS - 1;
+    bool ok = true, first = true;
 #pragma unroll 1
-    for (u32 item = b.warp;; item += WARPS) {
+    for (u32 item = b.warp;;) {
         Outgoing out(b);
-        out.load(item);
-        if (item < WARPS) {
+        Ids ids(b, out.loading);
+        // The last warp's first turn is for ids.
+        if (first && last) ids.load(blockIdx.x);
+        if (!ids.some) out.load(item);
+        if (first) {
             b.clear();
             // Behind the others: what is computed of the epoch must not be waited for before they are on their way.
-            const First first(b.d, PACKETS_DISPATCH);
+            const First read(b.d, PACKETS_DISPATCH);
             Permission permission;
             permission.ask(b.begun());
             __syncthreads();
-            b.packets.open(first.epoch());
+            b.packets.open(read.epoch());
             // The same for the whole warp: a peer may write the word at any time.
-            ok = !warp::any(first.broken());
+            ok = !warp::any(read.broken());
             MARK(b.d, PD_EPOCH);
             if (!ok && b.lane == 0) give_up(b.d, {OPERATION_DISPATCH, 0, b.packets.epoch, b.me, 0}, false, 0, 0, 0);
-            const bool head = clerk && b.warp == WARPS - 1;
             if (ok && clerk && b.warp == WARPS - 2) b.begun().tell(b.lane);
-            if (ok && (out.some || head)) ok = permission.wait(b.begun());
-            MARK_IF(out.some || head, b.d, PD_PERMITTED);
+            const bool head = clerk && last, speaks = out.some || ids.some || head;
+            if (ok && speaks) ok = permission.wait(b.begun());
+            MARK_IF(speaks, b.d, PD_PERMITTED);
             if (ok && head) send_head(b);
+            first = false;
         }
-        if (!ok || !out.some) break;
+        if (!ok || !(ids.some || out.some)) break;
+        if (ids.some) {
+            // Before everything else.
+#pragma unroll 1
+            for (u32 more = blockIdx.x; ids.some; ids.load(more)) {
+                ids.send();
+                more += gridDim.x;
+            }
+            continue;
+        }
         out.send();
         MARK_IF(item < WARPS, b.d, PD_SENT_FIRST);
         MARK(b.d, PD_SENT_LAST);
+        item += WARPS;
     }
     Incoming in(b);
 #pragma unroll 1
@@ -55,7 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
         if (item >= WARPS) {
             in.look();
         } else {
-            if (ok) ok = read_lanes(b, in);
+            if (ok && clerk && last) ok = compare_heads(b);
+            if (ok) ok = read_lanes(b);
             MARK(b.d, PD_IDS);
             in.look();
             ok = __syncthreads_and(ok);
@@ -64,8 +80,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
                 if (EXPANDED || clerk) count(b);
                 MARK(b.d, PD_COUNTED);
                 if (b.limited()) check_capacity(b);
-                if (clerk || (EXPANDED && b.p.zero_padding)) finish_starts(b);
-                if (clerk && !b.cached()) write_counts(b);
                 MARK(b.d, PD_MAPS);
             }
         }
@@ -74,8 +88,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
         MARK_IF(item < WARPS, b.d, PD_PLACED_FIRST);
         MARK(b.d, PD_PLACED_LAST);
     }
-    if (EXPANDED && ok && b.p.zero_padding && b.control.over == RANKS)
-        zero_gaps(b.p, b.output(), b.start, b.counts, b.lane, blockIdx.x * WARPS + b.warp, gridDim.x * WARPS);
+    // What is written once comes last: nobody waits for it, and code that only one block runs is not in the way of others.
+    const bool gaps = EXPANDED && b.p.zero_padding;
+    if ((clerk || gaps) && __syncthreads_and(ok)) {
+        finish_starts(b);
+        if (clerk && !b.cached()) write_counts(b);
+        if (gaps && b.control.over == RANKS)
+            zero_gaps(b.p, b.output(), b.start, b.counts, b.lane, blockIdx.x * WARPS + b.warp, gridDim.x * WARPS);
+    }
     store_epoch(packet_counter(b.d, PACKETS_DISPATCH, 0), b.packets.epoch);
     MARK(b.d, PD_END);
 }

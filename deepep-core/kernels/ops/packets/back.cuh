@@ -112,11 +112,11 @@ DEVICE Piece sum_rows(const Back& b, i32 row, u32 which, u32 g) {
     return sum.round();
 }
 
-// Where a warp is: its items are dealt out over the whole grid, some next to each other in a block.
+// Where a warp is: items are dealt out to blocks one by one, so that all blocks have the same number of rows to load.
 struct Item {
     u32 number, step, start;
 
-    DEVICE Item(u32 warp, u32 warps) : number(blockIdx.x * warps + warp), step(gridDim.x * warps), start(number) {}
+    DEVICE Item(u32 warp, u32 warps) : number(warp * gridDim.x + blockIdx.x), step(gridDim.x * warps), start(number) {}
     DEVICE void next() { number += step; }
     DEVICE bool first() const { return number == start; }
     DEVICE u32 part(const Back& b) const { return number % b.parts(); }
@@ -221,7 +221,7 @@ private:
             sum.add(term);
         }
         if (!warp::all(ok)) return false;
-        MARK_IF(t * b.parts() + part == blockIdx.x * REDUCERS + b.warp - SENDERS, b.d, PC_ARRIVED_FIRST);
+        MARK_IF(t * b.parts() + part == (b.warp - SENDERS) * gridDim.x + blockIdx.x, b.d, PC_ARRIVED_FIRST);
         MARK(b.d, PC_ARRIVED_LAST);
         const Piece result = biases == 0 && __popc(terms) <= 1 ? term : sum.round();
         const u32 words = b.words(g);

@@ -141,36 +141,33 @@ DEVICE void store_word(const Block& b, u32 row, u32 i, bool inside, u64 v) {
 // Word j of a lane's piece g lies j · groups + g words behind the start of the row. Whether it is one of the row for every g:
 DEVICE bool inside(const Block& b, u32 j) { return FIXED && (j + 1) * b.groups() <= b.row_words(); }
 
-// A lane's piece on its way from memory. Nothing is done with what is loaded, not even a move, which would wait for it.
+// What a lane has on its way from memory: its piece of a row, or ids. Nothing is done with what is loaded, not even a move, which would wait for it.
 struct Loading {
-    u64 whole[ROW_WORDS];                  // words of the row
-    u32 low[ROW_WORDS], high[ROW_WORDS];  // others
+    u32 w[2 * (ROW_WORDS > IDS_OF_PACKET ? ROW_WORDS : IDS_OF_PACKET)];
 
-    DEVICE void load(const Block& b, u32 token, u32 g) {
+    DEVICE void load_row(const Block& b, u32 token, u32 g) {
         const u32 words = b.row_words();
         const u64* row = (const u64*)(b.p.x + (u64)token * (8 * words)) + g;
         const u32* scales = (const u32*)b.p.scales + (i64)token * b.p.scale_row_stride;
 #pragma unroll
         for (u32 j = 0; j < ROW_WORDS; j++) {
+            u32 &low = w[2 * j], &high = w[2 * j + 1];
             if (inside(b, j)) {
-                whole[j] = arch::ld_stream(row + j * b.groups());
+                arch::ld_stream(row + j * b.groups(), low, high);
                 continue;
             }
             const u32 i = j * b.groups() + g, pack = 2 * (i - words);
             const bool of_row = i < words;
             const u32* from = of_row ? (const u32*)(row + j * b.groups()) : scales + (i64)pack * b.p.scale_pack_stride;
             const u32* next = of_row ? from + 1 : from + b.p.scale_pack_stride;
-            low[j] = high[j] = 0;
-            if (of_row || pack < b.scale_packs()) low[j] = arch::ld_stream(from);
-            if (of_row || pack + 1 < b.scale_packs()) high[j] = arch::ld_stream(next);
+            low = high = 0;
+            if (of_row || pack < b.scale_packs()) low = arch::ld_stream(from);
+            if (of_row || pack + 1 < b.scale_packs()) high = arch::ld_stream(next);
         }
     }
-    DEVICE void finish(const Block& b, Row& row) const {
+    DEVICE void finish(Row& row) const {
 #pragma unroll
-        for (u32 j = 0; j < ROW_WORDS; j++) {
-            row.w[2 * j] = inside(b, j) ? (u32)whole[j] : low[j];
-            row.w[2 * j + 1] = inside(b, j) ? (u32)(whole[j] >> 32) : high[j];
-        }
+        for (u32 j = 0; j < 2 * ROW_WORDS; j++) row.w[j] = w[j];
     }
 };
 DEVICE void store_row(const Block& b, u32 to, u32 g, const Row& row) {

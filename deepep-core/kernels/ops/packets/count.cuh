@@ -27,57 +27,59 @@ struct Marks {
     }
 };
 
+// All other ranks have made the same call; if not, the call ends everywhere, whatever was made of the ids. By one warp of the rank, before it waits for
+// anything else: in another call ids may lie elsewhere, and who waits for them learns of it by the abort.
+DEVICE bool compare_heads(const Block& b) {
+    bool ok = true;
+    if (b.lane < RANKS && b.lane != b.me) {
+        Vec16 head;
+        ok = b.packets.receive(b.packets.head(b.me, b.lane), b.place(PHASE_TOTALS, b.lane, 0), head);
+        if (ok && head.x != b.p.call) {
+            give_up(b.d, b.place(PHASE_PARAMETERS, b.lane, 0), true, b.p.call, head.x, 0);
+            ok = false;
+        }
+    }
+    return warp::all(ok);
+}
+
 // One token, of which a thread learns the ids.
 struct Token {
     const Block& b;
     u32 s, t;
-    const Vec16 *head_at, *at;
-    Vec16 head, p[2];
+    const Vec16* at;
+    Vec16 p[2];
 
     DEVICE Token(const Block& block, u32 number) : b(block), s(0) {
 #pragma unroll
         for (u32 r = 1; r < RANKS; r++) s += number >= r * b.max_tokens();
         t = number - s * b.max_tokens();
-        head_at = b.packets.head(b.me, s);
         at = b.packets.ids(b.me, s, t);
     }
     DEVICE Place place() const { return b.place(PHASE_TOTALS, s, t); }
     DEVICE bool look(u64& seen) {
         const bool two = id_packets(b.lanes()) > 1;
-        head = b.packets.load(head_at);
         p[0] = b.packets.load(at);
         if (two) p[1] = b.packets.load(at + b.max_tokens());
-        seen = head.w;
-        if (head.w != b.packets.epoch) return false;
-        // Another call: its lanes may be fewer, and nobody waits for them.
-        if (head.x != b.p.call || t >= head.y) return true;
         seen = p[0].w;
         return p[0].w == b.packets.epoch && (!two || p[1].w == b.packets.epoch);
     }
-    // Before anything of it is used: other shapes have their ids elsewhere.
-    DEVICE bool same_call() const {
-        if (head.x == b.p.call) return true;
-        if (t == 0) give_up(b.d, b.place(PHASE_PARAMETERS, s, 0), true, b.p.call, head.x, 0);
-        return false;
-    }
     // Enters the ids into the maps, and into the list of this block's units. False if a packet does not come.
     DEVICE bool enter(Marks& marks) {
-        const bool given = t < head.y;
         const u32 unit = b.unit(s, t), n = b.turn(unit), packets = id_packets(b.lanes());
         const bool placed = unit - n * gridDim.x == blockIdx.x;
         u32* ids = b.ids + n * packets * WORDS_OF_PACKET;
 #pragma unroll(FIXED ? id_packets(FIXED_LANES) : 1)
         for (u32 i = 0; i < packets; i++) {
             Vec16 v = i == 0 ? p[0] : p[1];
-            if (i > 1 && given && !b.packets.receive(at + i * b.max_tokens(), place(), v)) return false;
-            enter(marks, i, given, v, placed, ids + i * WORDS_OF_PACKET);
+            if (i > 1 && !b.packets.receive(at + i * b.max_tokens(), place(), v)) return false;
+            enter(marks, i, v, placed, ids + i * WORDS_OF_PACKET);
         }
         return true;
     }
 
 private:
-    DEVICE void enter(Marks& marks, u32 packet, bool given, const Vec16& v, bool placed, u32* ids) const {
-        const u32 w[WORDS_OF_PACKET] = {given ? v.x : ALL_LANES, given ? v.y : ALL_LANES, given ? v.z : ALL_LANES};
+    DEVICE void enter(Marks& marks, u32 packet, const Vec16& v, bool placed, u32* ids) const {
+        const u32 w[WORDS_OF_PACKET] = {v.x, v.y, v.z};
 #pragma unroll
         for (u32 i = 0; i < WORDS_OF_PACKET; i++)
             if (placed) ids[i] = w[i];
@@ -91,23 +93,19 @@ private:
 };
 
 // By all threads: learns the ids of every token of every rank. False after an abort.
-DEVICE bool read_lanes(const Block& b, const Incoming& in) {
+DEVICE bool read_lanes(const Block& b) {
     const u32 all = RANKS * b.max_tokens();
     bool ok = true;
-    for (u32 first = b.warp * 32; ok; first += THREADS) {
-        const bool counts = first < all;
-        // A warp that is too many for this waits for the ids of what it will place: then its part is likely to be there.
-        if (!counts && (first >= THREADS || !in.some)) break;
+    for (u32 first = b.warp * 32; ok && first < all; first += THREADS) {
         const u32 number = first + b.lane;
         Marks marks(b, number);
-        if (!counts || number < all) {
-            Token token(b, counts ? number : in.number());
+        if (number < all) {
+            Token token(b, number);
             // Nothing else is looked at: all blocks look at the same lines.
-            ok = wait_until(b.d, token.place(), b.packets.epoch, [&](u64& seen) { return token.look(seen); });
-            ok = ok && token.same_call() && (!counts || token.enter(marks));
+            ok = wait_until(b.d, token.place(), b.packets.epoch, [&](u64& seen) { return token.look(seen); }) && token.enter(marks);
         }
         ok = warp::all(ok);
-        if (counts) marks.finish();
+        marks.finish();
     }
     return ok;
 }
@@ -147,12 +145,10 @@ DEVICE void count(const Block& b) {
     }
     __syncthreads();
 }
-// By all threads, after `count`: starts from the first row of all. Ends with a block barrier.
+// By all threads, after a block barrier behind which nobody looks up starts: starts from the first row of all. Ends with a block barrier.
 DEVICE void finish_starts(const Block& b) {
     const u32 local = b.local_experts();
     for (u32 j = threadIdx.x; j <= local; j += THREADS) b.start[j] = (j < local ? b.start[j] : 0) + rows_before(b, j == local ? (local + 31) / 32 * 32 : j);
-    __syncthreads();
-    for (u32 c = threadIdx.x; c < (local + 31) / 32; c += THREADS) b.control.sums[c] = 0;
     __syncthreads();
 }
 

@@ -5,12 +5,87 @@
 // Ranks for which code is laid out side by side.
 constexpr u32 AT_ONCE = RANKS <= 4 ? RANKS : 1;
 
-// Digest of the call and number of tokens. By one warp.
+// Digest of the call. By one warp.
 DEVICE void send_head(const Block& b) {
-    if (b.lane < RANKS) b.packets.send(b.packets.head(b.lane, b.me), b.p.call, b.p.tokens, 0);
+    if (b.lane < RANKS && b.lane != b.me) b.packets.send(b.packets.head(b.lane, b.me), b.p.call, 0, 0);
 }
 
-// What a warp sends of an own token: a part of its row, or ids and weights.
+// What a warp sends of the ids of 32 tokens, one a lane: one packet of each, also of tokens that are not given. All positions follow from these packets, so
+// that they leave first, and few warps send all of them.
+struct Ids {
+    const Block& b;
+    Loading& ids;  // as given
+    u32 t = 0, packet = 0;
+    bool some = false;
+
+    DEVICE Ids(const Block& block, Loading& loading) : b(block), ids(loading) {}
+    // Looks up the item of this number, of all of the rank. Nothing is waited for.
+    DEVICE void load(u32 item) {
+        const u32 packets = id_packets(b.lanes());
+        packet = item % packets;
+        t = item / packets * 32 + b.lane;
+        some = item / packets * 32 < b.max_tokens();
+        if (!some) return;
+#pragma unroll
+        for (u32 k = 0; k < IDS_OF_PACKET; k++) load_id(packet * IDS_OF_PACKET + k, ids.w[2 * k], ids.w[2 * k + 1]);
+    }
+    DEVICE void send() const {
+        u32 e[IDS_OF_PACKET], bad = 0, twice = 0;
+#pragma unroll
+        for (u32 k = 0; k < IDS_OF_PACKET; k++) {
+            const u32 low = ids.w[2 * k], high = ids.w[2 * k + 1];
+            e[k] = expert(low, high);
+            if (e[k] == NO_ID && !(low == ALL_LANES && (!wide() || high == ALL_LANES))) bad |= 1u << k;
+#pragma unroll
+            for (u32 i = 0; i < k; i++)
+                if (e[k] == e[i] && e[k] != NO_ID) twice |= 1u << k;
+        }
+        // The lanes before this packet, if there are any.
+#pragma unroll 1
+        for (u32 k0 = 0; k0 < packet * IDS_OF_PACKET; k0++) {
+            u32 low, high;
+            load_id(k0, low, high);
+#pragma unroll
+            for (u32 k = 0; k < IDS_OF_PACKET; k++)
+                if (e[k] != NO_ID && e[k] == expert(low, high)) twice |= 1u << k;
+        }
+        // Before anybody is told of the token: whoever sees counts is to see records.
+        if (bad | twice) report(bad, twice);
+#pragma unroll
+        for (u32 k = 0; k < IDS_OF_PACKET; k++) e[k] = twice >> k & 1 ? NO_ID : e[k];
+        if (t >= b.max_tokens()) return;
+        const u32 w0 = e[0] | e[1] << 12 | e[2] << 24;
+        const u32 w1 = e[2] >> 8 | e[3] << 4 | e[4] << 16 | e[5] << 28;
+        const u32 w2 = e[5] >> 4 | e[6] << 8 | e[7] << 20;
+        // Peers first.
+#pragma unroll AT_ONCE
+        for (u32 i = 1; i <= RANKS; i++) {
+            const u32 r = (b.me + i) % RANKS;
+            b.packets.send(b.packets.ids(r, b.me, t) + packet * b.max_tokens(), w0, w1, w2);
+        }
+    }
+
+private:
+    // In a cached dispatch ids come from the handle: 32 bits, all of them valid.
+    DEVICE bool wide() const { return INDEX_BITS == 64 && !b.cached(); }
+    DEVICE u32 expert(u32 low, u32 high) const { return low < b.experts() && (!wide() || high == 0) ? low : NO_ID; }
+    DEVICE void load_id(u32 k, u32& low, u32& high) const {
+        low = high = ALL_LANES;
+        if (t >= b.p.tokens || k >= b.lanes()) return;
+        const u64 at = (u64)t * b.lanes() + k;
+        if (wide()) arch::ld_stream((const u64*)b.p.topk_idx + at, low, high);
+        else low = arch::ld_stream((b.cached() ? b.mine<u32>(b.p.topk) : (const u32*)b.p.topk_idx) + at);
+    }
+    DEVICE void report(u32 bad, u32 twice) const {
+#pragma unroll 1
+        for (u32 k = 0; k < IDS_OF_PACKET; k++) {
+            if (bad >> k & 1) report_expert(b.p, b.packets.epoch, RECORD_BAD_EXPERT, t, packet * IDS_OF_PACKET + k);
+            if (twice >> k & 1) report_expert(b.p, b.packets.epoch, RECORD_DUPLICATE_EXPERT, t, packet * IDS_OF_PACKET + k);
+        }
+    }
+};
+
+// What a warp sends of an own token: a part of its row, or its weights.
 struct Outgoing {
     const Block& b;
     u32 t = 0, part = 0, g = 0;
@@ -27,17 +102,17 @@ struct Outgoing {
         part = item % all;
         some = t < b.p.tokens;
         if (!some) return;
-        if (k < b.lanes()) load_id((u64)t * b.lanes() + k);
         if (part < b.parts()) {
+            if (k < b.lanes()) load_id((u64)t * b.lanes() + k);
             g = part * 32 + b.lane;
-            if (g < b.groups()) loading.load(b, t, g);
+            if (g < b.groups()) loading.load_row(b, t, g);
         } else {
             weight = k < b.lanes() && b.p.weights ? arch::ld_stream((const u32*)b.p.weights + (u64)t * b.lanes() + k) : 0;
         }
     }
     DEVICE void send() const {
         if (part < b.parts()) send_row();
-        else send_lanes();
+        else send_weights();
     }
 
 private:
@@ -48,21 +123,16 @@ private:
         low = arch::ld_stream(from);
         if (wide) high = arch::ld_stream(from + 1);
     }
-    // An expert, −1, or −2 for an id that is out of range.
-    DEVICE i32 expert() const {
-        const bool narrow = INDEX_BITS == 32 || b.cached();
-        if (low == ALL_LANES && (narrow || high == ALL_LANES)) return -1;
-        return low < b.experts() && (narrow || high == 0) ? (i32)low : -2;
-    }
     DEVICE void send_row() const {
         u32 needed = 0;
-        const i32 e = expert(), there = e >= 0 ? (i32)rank_of(b, (u32)e) : -1;
+        const bool valid = low < b.experts() && (INDEX_BITS == 32 || b.cached() || high == 0);
+        const i32 there = valid ? (i32)rank_of(b, low) : -1;
 #pragma unroll
         for (u32 r = 0; r < RANKS; r++)
             if (warp::any(there == (i32)r)) needed |= 1u << r;
         if (g >= b.groups()) return;
         Row row;
-        loading.finish(b, row);
+        loading.finish(row);
         // Peers first.
 #pragma unroll AT_ONCE
         for (u32 i = 1; i <= RANKS; i++) {
@@ -70,35 +140,17 @@ private:
             if (needed >> r & 1) b.packets.send(b.packets.row(r, b.me, t), b.groups(), g, row);
         }
     }
-    // Lane n makes packet n: ids first, then weights.
-    DEVICE void send_lanes() const {
-        const u32 e = (u32)valid_expert() & NO_ID, ids = id_packets(b.lanes()), count = ids + weight_packets(b.lanes());
-        u32 id[IDS_OF_PACKET], w[WORDS_OF_PACKET];
+    // Lane n makes packet n.
+    DEVICE void send_weights() const {
+        u32 w[WORDS_OF_PACKET];
         // Lanes beyond the last packet make one that is not sent.
 #pragma unroll
-        for (u32 i = 0; i < IDS_OF_PACKET; i++) id[i] = warp::get(e, (IDS_OF_PACKET * b.lane + i) % 32);
-#pragma unroll
-        for (u32 i = 0; i < WORDS_OF_PACKET; i++) w[i] = warp::get(weight, (WORDS_OF_PACKET * (b.lane - ids) + i) % 32);
-        if (b.lane >= count) return;
-        if (b.lane < ids) {
-            w[0] = id[0] | id[1] << 12 | id[2] << 24;
-            w[1] = id[2] >> 8 | id[3] << 4 | id[4] << 16 | id[5] << 28;
-            w[2] = id[5] >> 4 | id[6] << 8 | id[7] << 20;
-        }
+        for (u32 i = 0; i < WORDS_OF_PACKET; i++) w[i] = warp::get(weight, (WORDS_OF_PACKET * b.lane + i) % 32);
+        if (b.lane >= weight_packets(b.lanes())) return;
 #pragma unroll AT_ONCE
         for (u32 i = 1; i <= RANKS; i++) {
             const u32 r = (b.me + i) % RANKS;
-            Vec16* to = b.lane < ids ? b.packets.ids(r, b.me, t) + b.lane * b.max_tokens() : b.packets.weights(r, b.me, t) + (b.lane - ids);
-            b.packets.send(to, w[0], w[1], w[2]);
+            b.packets.send(b.packets.weights(r, b.me, t) + b.lane, w[0], w[1], w[2]);
         }
-    }
-    // Id of lane k, invalid and repeated ones as −1.
-    DEVICE i32 valid_expert() const {
-        const i32 e = expert();
-        const u32 k = b.lane, same = warp::match(e >= 0 ? (u32)e : 0x40000000u | k);
-        if (e == -2) report_expert(b.p, b.packets.epoch, RECORD_BAD_EXPERT, t, k);
-        const bool twice = e >= 0 && (same & warp::below(k));
-        if (twice) report_expert(b.p, b.packets.epoch, RECORD_DUPLICATE_EXPERT, t, k);
-        return e < 0 || twice ? -1 : e;
     }
 };

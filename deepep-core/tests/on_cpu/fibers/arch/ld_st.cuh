@@ -73,6 +73,11 @@ inline void add_release_cta_shared(u32* p, u32 v) {
 }
 inline Vec16 ld_stream(const Vec16* p) { return plain(p); }
 inline u64 ld_stream(const u64* p) { return plain(p); }
+inline void ld_stream(const u64* p, u32& low, u32& high) {
+    const u64 v = plain(p);
+    low = (u32)v;
+    high = (u32)(v >> 32);
+}
 inline u32 ld_stream(const u32* p) { return plain(p); }
 inline Vec16 ld_received(const Vec16* p) { return plain(p); }
 inline u32 ld_received(const u32* p) { return plain(p); }

@@ -19,45 +19,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
     arch::wait_for_predecessor();
     MARK(q.call.domain, PD_START);
     Block b(q, shared);
-    const bool clerk = b.clerk();
     const bool last = b.warp == WARPS - 1;
-    bool ok = true, first = true;
+    bool ok = true;
 #pragma unroll 1
-    for (u32 item = b.warp;;) {
+    for (u32 item = b.warp, said = last ? blockIdx.x : ALL_LANES;;) {
         Outgoing out(b);
         Ids ids(b, out.loading);
-        // The last warp's first turn is for ids.
-        if (first && last) ids.load(blockIdx.x);
+        // Before everything else the last warps send ids.
+        if (said != ALL_LANES) ids.load(said);
         if (!ids.some) out.load(item);
-        if (first) {
+        if (last ? said == blockIdx.x : item == b.warp) {
             b.clear();
             // Behind the others: what is computed of the epoch must not be waited for before they are on their way.
-            const First read(b.d, PACKETS_DISPATCH);
+            const First first(b.d, PACKETS_DISPATCH);
             Permission permission;
             permission.ask(b.begun());
             __syncthreads();
-            b.packets.open(read.epoch());
+            b.packets.open(first.epoch());
             // The same for the whole warp: a peer may write the word at any time.
-            ok = !warp::any(read.broken());
+            ok = !warp::any(first.broken());
             MARK(b.d, PD_EPOCH);
             if (!ok && b.lane == 0) give_up(b.d, {OPERATION_DISPATCH, 0, b.packets.epoch, b.me, 0}, false, 0, 0, 0);
-            if (ok && clerk && b.warp == WARPS - 2) b.begun().tell(b.lane);
-            const bool head = clerk && last, speaks = out.some || ids.some || head;
+            if (ok && b.clerk() && b.warp == WARPS - 2) b.begun().tell(b.lane);
+            const bool head = b.clerk() && last, speaks = out.some || ids.some || head;
             if (ok && speaks) ok = permission.wait(b.begun());
             MARK_IF(speaks, b.d, PD_PERMITTED);
             if (ok && head) send_head(b);
-            first = false;
         }
         if (!ok || !(ids.some || out.some)) break;
         if (ids.some) {
-            // Before everything else.
-#pragma unroll 1
-            for (u32 more = blockIdx.x; ids.some; ids.load(more)) {
-                ids.send();
-                more += gridDim.x;
-            }
+            ids.send();
+            said += gridDim.x;
             continue;
         }
+        said = ALL_LANES;
         out.send();
         MARK_IF(item < WARPS, b.d, PD_SENT_FIRST);
         MARK(b.d, PD_SENT_LAST);
@@ -70,14 +65,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
         if (item >= WARPS) {
             in.look();
         } else {
-            if (ok && clerk && last) ok = compare_heads(b);
+            if (ok && b.clerk() && threadIdx.x >= THREADS - 32) ok = compare_heads(b);
             if (ok) ok = read_lanes(b);
             MARK(b.d, PD_IDS);
             in.look();
             ok = __syncthreads_and(ok);
             MARK(b.d, PD_MET);
             if (ok) {
-                if (EXPANDED || clerk) count(b);
+                if (EXPANDED || b.clerk()) count(b);
                 MARK(b.d, PD_COUNTED);
                 if (b.limited()) check_capacity(b);
                 MARK(b.d, PD_MAPS);
@@ -90,9 +85,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
     }
     // What is written once comes last: nobody waits for it, and code that only one block runs is not in the way of others.
     const bool gaps = EXPANDED && b.p.zero_padding;
-    if ((clerk || gaps) && __syncthreads_and(ok)) {
+    if ((b.clerk() || gaps) && __syncthreads_and(ok)) {
         finish_starts(b);
-        if (clerk && !b.cached()) write_counts(b);
+        if (b.clerk() && !b.cached()) write_counts(b);
         if (gaps && b.control.over == RANKS)
             zero_gaps(b.p, b.output(), b.start, b.counts, b.lane, blockIdx.x * WARPS + b.warp, gridDim.x * WARPS);
     }

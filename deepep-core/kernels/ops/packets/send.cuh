@@ -25,9 +25,22 @@ struct Ids {
         packet = item % packets;
         t = item / packets * 32 + b.lane;
         some = item / packets * 32 < b.max_tokens();
-        if (!some) return;
 #pragma unroll
-        for (u32 k = 0; k < IDS_OF_PACKET; k++) load_id(packet * IDS_OF_PACKET + k, ids.w[2 * k], ids.w[2 * k + 1]);
+        for (u32 k = 0; k < 2 * IDS_OF_PACKET; k++) ids.w[k] = ALL_LANES;
+        if (t >= b.p.tokens) return;
+        const u32 first = packet * IDS_OF_PACKET;
+        // One branch for all of them: loads with opposite conditions into one register would wait for each other.
+        if (wide()) {
+            const u64* from = words() + first;
+#pragma unroll
+            for (u32 k = 0; k < IDS_OF_PACKET; k++)
+                if (first + k < b.lanes()) arch::ld_stream(from + k, ids.w[2 * k], ids.w[2 * k + 1]);
+        } else {
+            const u32* from = halves() + first;
+#pragma unroll
+            for (u32 k = 0; k < IDS_OF_PACKET; k++)
+                if (first + k < b.lanes()) ids.w[2 * k] = arch::ld_stream(from + k);
+        }
     }
     DEVICE void send() const {
         u32 e[IDS_OF_PACKET], bad = 0, twice = 0;
@@ -43,8 +56,10 @@ struct Ids {
         // The lanes before this packet, if there are any.
 #pragma unroll 1
         for (u32 k0 = 0; k0 < packet * IDS_OF_PACKET; k0++) {
-            u32 low, high;
-            load_id(k0, low, high);
+            u32 low = ALL_LANES, high = ALL_LANES;
+            if (t >= b.p.tokens) break;
+            if (wide()) arch::ld_stream(words() + k0, low, high);
+            else low = arch::ld_stream(halves() + k0);
 #pragma unroll
             for (u32 k = 0; k < IDS_OF_PACKET; k++)
                 if (e[k] != NO_ID && e[k] == expert(low, high)) twice |= 1u << k;
@@ -69,13 +84,9 @@ private:
     // In a cached dispatch ids come from the handle: 32 bits, all of them valid.
     DEVICE bool wide() const { return INDEX_BITS == 64 && !b.cached(); }
     DEVICE u32 expert(u32 low, u32 high) const { return low < b.experts() && (!wide() || high == 0) ? low : NO_ID; }
-    DEVICE void load_id(u32 k, u32& low, u32& high) const {
-        low = high = ALL_LANES;
-        if (t >= b.p.tokens || k >= b.lanes()) return;
-        const u64 at = (u64)t * b.lanes() + k;
-        if (wide()) arch::ld_stream((const u64*)b.p.topk_idx + at, low, high);
-        else low = arch::ld_stream((b.cached() ? b.mine<u32>(b.p.topk) : (const u32*)b.p.topk_idx) + at);
-    }
+    // The token's ids.
+    DEVICE const u64* words() const { return (const u64*)b.p.topk_idx + (u64)t * b.lanes(); }
+    DEVICE const u32* halves() const { return (b.cached() ? b.mine<u32>(b.p.topk) : (const u32*)b.p.topk_idx) + (u64)t * b.lanes(); }
     DEVICE void report(u32 bad, u32 twice) const {
 #pragma unroll 1
         for (u32 k = 0; k < IDS_OF_PACKET; k++) {

@@ -69,27 +69,23 @@ DEVICE bool place(const Block& b, Incoming& in) {
     Unit unit(b, in);
     const u32 index = unit.here && !(EXPANDED && in.row()) ? unit.index() : 0;
     unit.find(index);
-    if (!in.row()) {
-        if (!b.cached()) unit.write_handle(index);
-        unit.write_ids(index);
-    }
-    if (unit.here) {
-        if (!warp::all(in.wait())) return false;
-        MARK_IF(in.row() && in.turn * (b.parts() + 1) + in.part < WARPS, b.d, PD_ROW_FIRST);
-        MARK_IF(in.row(), b.d, PD_ROW_LAST);
-        if (in.row()) {
-            Row row;
-            row.take(in.p);
+    if (unit.here && !warp::all(in.wait())) return false;
+    if (in.row()) {
+        MARK_IF(unit.here && in.turn * (b.parts() + 1) + in.part < WARPS, b.d, PD_ROW_FIRST);
+        MARK_IF(unit.here, b.d, PD_ROW_LAST);
+        Row row;
+        row.take(in.p);
 #pragma unroll 1
-            for (u32 rest = unit.here; rest; rest = EXPANDED ? rest & (rest - 1) : 0) {
-                const u32 to = (u32)warp::get(unit.row, __ffs(rest) - 1);
-                if (in.waits) store_row(b, to, in.g(), row);
-            }
-        } else if (in.waits) {
-            unit.write_weight(index, in.weight());
+        for (u32 rest = unit.here; rest; rest = EXPANDED ? rest & (rest - 1) : 0) {
+            const u32 to = (u32)warp::get(unit.row, __ffs(rest) - 1);
+            if (in.waits) store_row(b, to, in.g(), row);
         }
+        // What is not here was not waited for. If it comes all the same, its packets carry this epoch's tag.
+        in.scrub();
+        return true;
     }
-    // What is not here was not waited for. If it comes all the same, its packets carry this epoch's tag.
-    if (in.row()) in.scrub();
+    if (!b.cached()) unit.write_handle(index);
+    unit.write_ids(index);
+    if (unit.here && in.waits) unit.write_weight(index, in.weight());
     return true;
 }

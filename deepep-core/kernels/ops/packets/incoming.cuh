@@ -39,12 +39,13 @@ struct Incoming {
         for (u32 k = 1; k < ROW_PACKETS; k++) other |= p[k].w ^ want;
         return (((row() ? other : 0) | (p[0].w ^ want)) & mask) == 0;
     }
-    // Loads what was not there when it was loaded before. Nothing is waited for but that.
+    // Loads what was not there when it was loaded before. Nothing is waited for but that, and nothing is done with what is loaded: all words are needed, and
+    // the block meets meanwhile.
     DEVICE void look() {
         if (!waits || there()) return;
 #pragma unroll
         for (u32 k = 0; k < ROW_PACKETS; k++)
-            if (k == 0 || row()) p[k] = b.packets.load(from + k * b.groups());
+            if (k == 0 || row()) p[k] = arch::ld_packet(from + k * b.groups());
     }
     // False after an abort.
     DEVICE bool wait() {

@@ -151,9 +151,10 @@ struct Packets {
     }
     // The token whose slots this call zeroes.
     DEVICE u32 scrubbed() const { return (epoch >> 1) % area.max_tokens; }
-    // By the warp that has read piece g of each lane, part `part` of `parts` of a row: what it has read, and its share of what rows of this size leave.
-    DEVICE void scrub(Vec16* slot, u64 stride, u32 packets, u32 groups, u32 g, u32 part, u32 parts) const {
-        for (u32 k = 0; k < packets && g < groups; k++) arch::st_packet(slot + k * groups + g, {0, 0, 0, 0});
-        for (u32 i = packets * groups + part * 32 + threadIdx.x % 32; i < stride / 16; i += parts * 32) arch::st_packet(slot + i, {0, 0, 0, 0});
+    // By the warp that has read `count` packets from `first` on of piece g of each lane, share `part` of `parts` of a row: what it has read, and its share of
+    // what rows of this size leave.
+    DEVICE void scrub(Vec16* slot, u64 stride, u32 first, u32 count, u32 groups, u32 g, u32 part, u32 parts) const {
+        for (u32 k = first; k < first + count && g < groups; k++) arch::st_packet(slot + k * groups + g, {0, 0, 0, 0});
+        for (u32 i = GROUP_PACKETS * groups + part * 32 + threadIdx.x % 32; i < stride / 16; i += parts * 32) arch::st_packet(slot + i, {0, 0, 0, 0});
     }
 };

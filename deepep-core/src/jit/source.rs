@@ -87,6 +87,8 @@ pub(crate) const SUM_THREADS: usize = 384;
 pub(crate) const PACKET_DISPATCH_THREADS: usize = 384;
 /// Threads of a block of a combine in packets: 128 tokens of 14 KB are a piece for each warp that sends, and one for each that sums.
 pub(crate) const PACKET_COMBINE_THREADS: usize = 512;
+/// With as many tokens of peers a combine in packets, if it is made for its sizes, deals out halves of pieces: then a warp has all rows of a token on their way.
+pub(crate) const PACKET_FEW_TOKENS: usize = 32;
 /// Shared memory of the control words of a block of a dispatch in packets.
 pub(crate) const PACKET_CONTROL_BYTES: usize = 320;
 /// Threads of a barrier kernel's block.
@@ -309,6 +311,7 @@ impl Program {
             ("PULL_PARTS", PULL_PARTS),
             ("READABLE_UNIT", REGION_ALIGNMENT),
             ("PACKET_CONTROL_BYTES", PACKET_CONTROL_BYTES),
+            ("FEW_TOKENS", PACKET_FEW_TOKENS),
             ("PACKET_BYTES", PACKET_BYTES),
             ("GROUP_PACKETS", GROUP_PACKETS),
             ("GROUP_BYTES", GROUP_BYTES),

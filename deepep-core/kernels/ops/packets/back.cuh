@@ -6,10 +6,14 @@
 constexpr u32 WARPS = THREADS / 32;
 // Warps of a block that send; the others sum. With one rank all warps sum.
 constexpr u32 SENDERS = RANKS > 1 ? WARPS / 2 : 0, REDUCERS = WARPS - SENDERS;
-// A lane's piece of a row: four packets, 28 values. Words of eight bytes of a piece lie `groups` words apart.
-typedef Pieces<GROUP_PACKETS> Piece;
-constexpr u32 PIECE_WORDS = GROUP_BYTES / 8;
-static_assert(sizeof(Piece) == GROUP_BYTES, "packets are made of 56 bytes");
+// A lane's share of a row: four packets, 28 values; with few tokens, where warps have nothing else to do, half of that, and all rows at once. Words of eight
+// bytes of a piece lie `groups` words apart. Half h has words 3 h … 3 h + 2 and half a word of the last one: packets 2 h and 2 h + 1.
+constexpr u32 PEERS = RANKS > 1 ? RANKS - 1 : 1;
+constexpr u32 HALVES = FIXED && PEERS * FIXED_MAX_TOKENS <= FEW_TOKENS ? 2 : 1;
+constexpr u32 PACKETS = GROUP_PACKETS / HALVES;
+typedef Pieces<PACKETS> Piece;
+constexpr u32 VALUES = sizeof(Piece) / 4, WHOLE = HALVES == 1 ? 7 : 3;
+static_assert(sizeof(Piece) * HALVES == GROUP_BYTES && 2 * WHOLE + HALVES - 1 == VALUES, "packets are made of 56 bytes");
 
 struct Back {
     const PacketCombineParams& q;
@@ -27,7 +31,7 @@ struct Back {
     DEVICE u32 lanes() const { return FIXED ? FIXED_LANES : p.lanes; }
     DEVICE u32 local_experts() const { return FIXED ? FIXED_EXPERTS / RANKS : p.local_experts; }
     DEVICE u32 row_bytes() const { return FIXED ? FIXED_ROW_BYTES : p.row_bytes; }
-    DEVICE u32 groups() const { return FIXED ? (FIXED_ROW_BYTES + sizeof(Piece) - 1) / sizeof(Piece) : q.groups; }
+    DEVICE u32 groups() const { return FIXED ? (FIXED_ROW_BYTES + GROUP_BYTES - 1) / GROUP_BYTES : q.groups; }
     // Parts of a row, one a warp.
     DEVICE u32 parts() const { return (groups() + 31) / 32; }
 
@@ -41,34 +45,44 @@ struct Back {
         return lane < lanes() ? arch::ld_received(handle<i32>(p.lane_place) + (u64)(s * max_tokens() + t) * lanes() + lane) : -1;
     }
     DEVICE u64 weight_at(i32 row) const { return EXPANDED ? (u64)row : (u64)row * lanes() + lane; }
-    // Words that lane g of a row has in it.
+    // Words of eight bytes that piece g has in a row.
     DEVICE u32 words(u32 g) const {
         const u32 all = row_bytes() / 8;
         if (FIXED && all % groups() == 0) return g < groups() ? all / groups() : 0;
         return g < groups() ? (all - g + groups() - 1) / groups() : 0;
     }
-    DEVICE void load(u64 row, u32 g, u32 words, Piece& piece) const {
+    DEVICE void load(u64 row, u32 g, u32 half, u32 words, Piece& piece) const {
         const u64* at = (const u64*)row + g;
+        if (HALVES == 2) piece.w[VALUES - 1] = 2 * WHOLE < words ? arch::ld_stream((const u32*)(at + 2 * WHOLE * groups()) + half) : 0x80008000u;
+        at += WHOLE * half * groups();
 #pragma unroll
-        for (u32 j = 0; j < PIECE_WORDS; j++, at += groups()) {
-            const u64 w = j < words ? arch::ld_stream(at) : 0x8000800080008000ull;
-            piece.w[2 * j] = (u32)w;
-            piece.w[2 * j + 1] = (u32)(w >> 32);
+        for (u32 i = 0; i < WHOLE; i++, at += groups()) {
+            const u64 w = WHOLE * half + i < words ? arch::ld_stream(at) : 0x8000800080008000ull;
+            piece.w[2 * i] = (u32)w;
+            piece.w[2 * i + 1] = (u32)(w >> 32);
         }
+    }
+    DEVICE void store(u64 row, u32 g, u32 half, u32 words, const Piece& piece) const {
+        u64* at = (u64*)row + g;
+        if (HALVES == 2 && 2 * WHOLE < words) ((u32*)(at + 2 * WHOLE * groups()))[half] = piece.w[VALUES - 1];
+        at += WHOLE * half * groups();
+#pragma unroll
+        for (u32 i = 0; i < WHOLE; i++, at += groups())
+            if (WHOLE * half + i < words) *at = (u64)piece.w[2 * i + 1] << 32 | piece.w[2 * i];
     }
     DEVICE u64 x_row(u32 row) const { return p.x + (u64)row * row_bytes(); }
 };
 
 // Sums of BF16 values: FP32, one term after the other, one rounding at the end. Starts at −0, to which every term can be added without a change.
 struct PieceSum {
-    float v[4 * PIECE_WORDS];
+    float v[2 * VALUES];
     DEVICE void clear() {
 #pragma unroll
-        for (u32 i = 0; i < 4 * PIECE_WORDS; i++) v[i] = -0.f;
+        for (u32 i = 0; i < 2 * VALUES; i++) v[i] = -0.f;
     }
     DEVICE void add(const Piece& t) {
 #pragma unroll
-        for (u32 j = 0; j < 2 * PIECE_WORDS; j++) {
+        for (u32 j = 0; j < VALUES; j++) {
             v[2 * j] += arch::bf16_low(t.w[j]);
             v[2 * j + 1] += arch::bf16_high(t.w[j]);
         }
@@ -76,22 +90,22 @@ struct PieceSum {
     DEVICE Piece round() const {
         Piece r;
 #pragma unroll
-        for (u32 j = 0; j < 2 * PIECE_WORDS; j++) r.w[j] = arch::bf16_pack(v[2 * j], v[2 * j + 1]);
+        for (u32 j = 0; j < VALUES; j++) r.w[j] = arch::bf16_pack(v[2 * j], v[2 * j + 1]);
         return r;
     }
 };
 
 // Rows that are loaded together, as many as registers hold.
-constexpr u32 ROWS = 4;
+constexpr u32 ROWS = 4 * HALVES;
 
 // Sum of the rows that the lanes in `which` hold, in ascending order; the bits of a single one. Whole warp.
-DEVICE Piece sum_rows(const Back& b, i32 row, u32 which, u32 g) {
+DEVICE Piece sum_rows(const Back& b, i32 row, u32 which, u32 g, u32 half) {
     const u32 words = b.words(g);
     // In the plain layout all lanes name the same row.
     if (!EXPANDED || (which & (which - 1)) == 0) {
         Piece single;
         const u32 at = (u32)warp::get(row, which ? __ffs(which) - 1 : 0);
-        b.load(b.x_row(which ? at : 0), g, which ? words : 0, single);
+        b.load(b.x_row(which ? at : 0), g, half, which ? words : 0, single);
         return single;
     }
     PieceSum sum;
@@ -105,7 +119,7 @@ DEVICE Piece sum_rows(const Back& b, i32 row, u32 which, u32 g) {
         for (u32 u = 0; u < ROWS; u++, which &= which - 1) at[u] = (u32)warp::get(row, __ffs(which) - 1);
         // A row that is not there is −0, so that no register holds what was loaded for the token before.
 #pragma unroll
-        for (u32 u = 0; u < ROWS; u++) b.load(b.x_row(u < count ? at[u] : 0), g, u < count ? words : 0, t[u]);
+        for (u32 u = 0; u < ROWS; u++) b.load(b.x_row(u < count ? at[u] : 0), g, half, u < count ? words : 0, t[u]);
 #pragma unroll
         for (u32 u = 0; u < ROWS; u++) sum.add(t[u]);
     }
@@ -119,27 +133,28 @@ struct Item {
     DEVICE Item(u32 warp, u32 warps) : number(warp * gridDim.x + blockIdx.x), step(gridDim.x * warps), start(number) {}
     DEVICE void next() { number += step; }
     DEVICE bool first() const { return number == start; }
-    DEVICE u32 part(const Back& b) const { return number % b.parts(); }
-    DEVICE u32 unit(const Back& b) const { return number / b.parts(); }
+    DEVICE u32 half() const { return HALVES == 1 ? 0 : number % HALVES; }
+    DEVICE u32 part(const Back& b) const { return number / HALVES % b.parts(); }
+    DEVICE u32 unit(const Back& b) const { return number / HALVES / b.parts(); }
 };
 
 // A part of what came from a peer, as a sum, back to it.
 struct Returned {
     const Back& b;
-    u32 s = 0, t = 0, part = 0;
+    u32 s = 0, t = 0, part = 0, half = 0;  // of HALVES
     i32 row = -1;
     bool some = false;
 
     DEVICE Returned(const Back& back) : b(back) {}
     // Nothing is waited for.
     DEVICE void load(const Item& item) {
-        constexpr u32 PEERS = RANKS > 1 ? RANKS - 1 : 1;
         const u32 unit = item.unit(b);
         some = unit < PEERS * b.max_tokens();
         if (!some) return;
         s = (b.me + 1 + unit % PEERS) % RANKS;
         t = unit / PEERS;
         part = item.part(b);
+        half = item.half();
         row = b.row_of(s, t);
     }
     // False if a peer does not come.
@@ -147,12 +162,12 @@ struct Returned {
         const u32 which = warp::ballot(row >= 0), g = part * 32 + b.lane;
         if (which == 0) return true;
         u32 weight = 0;
-        const bool weights = part == 0 && b.p.weights;
+        const bool weights = part == 0 && half == 0 && b.p.weights;
         if (weights && row >= 0) weight = ((const u32*)b.p.weights)[b.weight_at(row)];
-        const Piece sum = sum_rows(b, row, which, g);
+        const Piece sum = sum_rows(b, row, which, g, half);
         if (!permission.wait(b.begun())) return false;
         MARK(b.d, PC_PERMITTED);
-        if (g < b.groups()) b.packets.send(b.packets.back(s, b.me, t), b.groups(), g, sum);
+        if (g < b.groups()) b.packets.send(b.packets.back(s, b.me, t) + half * PACKETS * b.groups(), b.groups(), g, sum);
         if (weights) {
             u32 w[3];
 #pragma unroll
@@ -166,7 +181,7 @@ struct Returned {
 // A part of the result of one token. Lane k speaks for top-k lane k.
 struct Result {
     const Back& b;
-    u32 t = 0, part = 0, g = 0;
+    u32 t = 0, part = 0, half = 0;
     i32 expert = -1, row = -1;  // of the lane, −1 for none; row here, −1 for lanes that live elsewhere
     bool some = false;
 
@@ -175,7 +190,7 @@ struct Result {
     DEVICE void load(const Item& item) {
         t = item.unit(b);
         part = item.part(b);
-        g = part * 32 + b.lane;
+        half = item.half();
         some = t < b.max_tokens();
         if (!some || t >= b.p.tokens) return;
         row = b.row_of(b.me, t);
@@ -187,18 +202,19 @@ struct Result {
         if (t != b.packets.scrubbed()) return true;
 #pragma unroll 1
         for (u32 s = 0; s < RANKS; s++)
-            if (s != b.me) b.packets.scrub(b.packets.back(b.me, s, t), b.q.area.back_stride, GROUP_PACKETS, b.groups(), g, part, b.parts());
+            if (s != b.me) b.packets.scrub(b.packets.back(b.me, s, t), b.q.area.back_stride, half * PACKETS, PACKETS, b.groups(), g(), part * HALVES + half, b.parts() * HALVES);
         return true;
     }
 
 private:
+    DEVICE u32 g() const { return part * 32 + b.lane; }
     // False if a peer does not come.
     DEVICE bool write() const {
         const i32 dest = expert >= 0 ? expert / (i32)b.local_experts() : -1;
         // Lanes whose experts live here; the highest lane of each rank.
         const u32 own = warp::ballot(row >= 0), group = warp::match((u32)dest);
         const u32 terms = warp::ballot(dest >= 0 && group >> b.lane == 1);
-        const Piece mine = sum_rows(b, row, own, g);
+        const Piece mine = sum_rows(b, row, own, g(), half);
         PieceSum sum;
         sum.clear();
         const u32 biases = add_biases(sum);
@@ -210,26 +226,22 @@ private:
             if (from == b.me) {
                 term = mine;
             } else {
-                const Vec16* slot = b.packets.back(b.me, from, t);
-                Vec16 p[GROUP_PACKETS] = {};
-                if (g < b.groups()) {
-                    b.packets.load(slot, b.groups(), g, p);
-                    ok = b.packets.receive(slot, b.groups(), g, p, b.place(from, t)) && ok;
+                const Vec16* slot = b.packets.back(b.me, from, t) + half * PACKETS * b.groups();
+                Vec16 p[PACKETS] = {};
+                if (g() < b.groups()) {
+                    b.packets.load(slot, b.groups(), g(), p);
+                    ok = b.packets.receive(slot, b.groups(), g(), p, b.place(from, t)) && ok;
                 }
                 term.take(p);
             }
             sum.add(term);
         }
         if (!warp::all(ok)) return false;
-        MARK_IF(t * b.parts() + part == (b.warp - SENDERS) * gridDim.x + blockIdx.x, b.d, PC_ARRIVED_FIRST);
+        MARK_IF((t * b.parts() + part) * HALVES + half == (b.warp - SENDERS) * gridDim.x + blockIdx.x, b.d, PC_ARRIVED_FIRST);
         MARK(b.d, PC_ARRIVED_LAST);
         const Piece result = biases == 0 && __popc(terms) <= 1 ? term : sum.round();
-        const u32 words = b.words(g);
-        u64* out = (u64*)(b.p.out + (u64)t * b.row_bytes()) + g;
-#pragma unroll
-        for (u32 j = 0; j < PIECE_WORDS; j++, out += b.groups())
-            if (j < words) *out = (u64)result.w[2 * j + 1] << 32 | result.w[2 * j];
-        return part != 0 || write_weights(dest);
+        b.store(b.p.out + (u64)t * b.row_bytes(), g(), half, b.words(g()), result);
+        return part != 0 || half != 0 || write_weights(dest);
     }
     DEVICE u32 add_biases(PieceSum& sum) const {
         u32 n = 0;
@@ -238,7 +250,7 @@ private:
             const u64 bias = i ? b.p.bias1 : b.p.bias0;
             if (!bias) continue;
             Piece t0;
-            b.load(bias + (u64)t * b.row_bytes(), g, b.words(g), t0);
+            b.load(bias + (u64)t * b.row_bytes(), g(), half, b.words(g()), t0);
             sum.add(t0);
             n++;
         }

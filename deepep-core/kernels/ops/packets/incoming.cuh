@@ -64,6 +64,6 @@ struct Incoming {
     // If it is this call's turn: the part of the row's slot that this warp has read, and its share of what rows of this size leave.
     DEVICE void scrub() const {
         if (t == b.packets.scrubbed())
-            b.packets.scrub(b.packets.row(b.me, s, t), b.q.area.row_stride, ROW_PACKETS, b.groups(), g(), part, b.parts());
+            b.packets.scrub(b.packets.row(b.me, s, t), b.q.area.row_stride, 0, ROW_PACKETS, b.groups(), g(), part, b.parts());
     }
 };

@@ -7,7 +7,8 @@ use crate::jit::params::{
     CombineParams, DispatchParams, PacketArea, PacketCombineParams, PacketDispatchParams,
 };
 use crate::jit::{
-    JitError, PACKET_COMBINE_THREADS, PACKET_CONTROL_BYTES, PACKET_DISPATCH_THREADS, PacketSizes, Program,
+    JitError, PACKET_COMBINE_THREADS, PACKET_CONTROL_BYTES, PACKET_DISPATCH_THREADS, PACKET_FEW_TOKENS,
+    PacketSizes, Program,
 };
 use crate::layout::{
     CombineShape, DispatchShape, HeapConfig, MAX_BLOCKS, PacketLayout, Placement, align_up, id_packets,
@@ -121,7 +122,8 @@ impl PacketGrid {
             1 => (1, PACKET_COMBINE_THREADS / 32),
             ranks => (ranks - 1, PACKET_COMBINE_THREADS / 64),
         };
-        let items = peers * max_tokens * groups.div_ceil(32);
+        let halves = if peers * max_tokens <= PACKET_FEW_TOKENS { 2 } else { 1 };
+        let items = peers * max_tokens * groups.div_ceil(32) * halves;
         // A multiprocessor loads rows at its own pace: few items go to as many as leave room for a dispatch beside them.
         let shares = items.div_ceil(warps).max(items.min((limits.blocks / 2).saturating_sub(1)));
         Self {
@@ -241,7 +243,7 @@ mod tests {
         assert_eq!(g.start - g.of_expert, 8 * 256 * 4);
         // A warp for each part of each row that is sent or summed, on up to half of the multiprocessors if that is enough, and a block that has none.
         let mut back = combine(2, 8, Placement::Plain, true);
-        for (max_tokens, blocks) in [(1, 9), (32, 66), (128, 129)] {
+        for (max_tokens, blocks) in [(1, 17), (32, 66), (128, 129)] {
             back.max_tokens = max_tokens;
             let g = PacketGrid::combine(&back, 256, HOPPER, &packets(&shape));
             assert_eq!((g.blocks, g.groups), (blocks, 256));

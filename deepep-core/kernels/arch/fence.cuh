@@ -17,9 +17,5 @@ DEVICE void fence_proxy_shared() { asm volatile("fence.proxy.async.shared::cta;"
 DEVICE void barrier_sync(u32 id, u32 threads) {
     asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// The same, without waiting for the others. What this thread has written is there for those who wait.
-DEVICE void barrier_arrive(u32 id, u32 threads) {
-    asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 }  // namespace arch

@@ -35,7 +35,8 @@ struct Pieces {
     }
 };
 
-// What every warp learns first, all of it on the way at once: the kernel's epoch, and whether some rank gave up.
+// What one warp of a block learns first, all of it on the way at once: the kernel's epoch, and whether some rank gave up. One, because all blocks look at the same
+// few lines.
 struct First {
     u32 count;
     u64 abort;

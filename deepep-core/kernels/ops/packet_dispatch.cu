@@ -12,11 +12,25 @@
 
 // At most half of the registers of a multiprocessor: another dispatch starts early beside this one. Among more than two ranks only if sizes are constants.
 constexpr u32 BESIDE = FIXED || RANKS <= 2 ? 2 : 1;
+
+// By one warp of a block: the epoch, for all of them, and that the slots of peers may be written. False if a rank gave up or does not come.
+DEVICE bool start(Block& b) {
+    const First first(b.d, PACKETS_DISPATCH);
+    Permission permission;
+    permission.ask(b.begun());
+    b.packets.open(first.epoch());
+    if (b.lane == 0) b.control.epoch = b.packets.epoch;
+    MARK(b.d, PD_EPOCH);
+    // The same for the whole warp: a peer may write the word at any time.
+    if (!warp::any(first.broken())) return permission.wait(b.begun());
+    if (b.lane == 0) give_up(b.d, {OPERATION_DISPATCH, 0, b.packets.epoch, b.me, 0}, false, 0, 0, 0);
+    return false;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_dispatch(const __grid_constant__ PacketDispatchParams q) {
     extern __shared__ __align__(128) u8 shared[];
     if (q.call.domain.early) arch::launch_dependents();
     MARK(q.call.domain, PD_ENTRY);
-    arch::touch_arguments(q);
     arch::wait_for_predecessor();
     MARK(q.call.domain, PD_START);
     Block b(q, shared);
@@ -25,31 +39,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
 #pragma unroll 1
     for (u32 item = b.warp, said = last ? blockIdx.x : ALL_LANES;;) {
         Outgoing out(b);
-        Ids ids(b, out.loading);
+        Ids ids(b);
         // Before everything else the last warps send ids.
         if (said != ALL_LANES) ids.load(said);
         if (!ids.some) out.load(item);
         if (last ? said == blockIdx.x : item == b.warp) {
-            b.clear();
-            // Behind the others: what is computed of the epoch must not be waited for before they are on their way.
-            const First first(b.d, PACKETS_DISPATCH);
-            Permission permission;
-            permission.ask(b.begun());
-            __syncthreads();
-            b.packets.open(first.epoch());
-            // The same for the whole warp: a peer may write the word at any time.
-            ok = !warp::any(first.broken());
-            MARK(b.d, PD_EPOCH);
-            if (!ok && b.lane == 0) give_up(b.d, {OPERATION_DISPATCH, 0, b.packets.epoch, b.me, 0}, false, 0, 0, 0);
+            // Behind what the warps send: what is computed of the epoch must not be waited for before that is on its way.
+            if (b.warp == 0) ok = start(b);
+            ok = __syncthreads_and(ok);
+            b.packets.open(b.control.epoch);
+            MARK(b.d, PD_PERMITTED);
             if (ok && b.clerk() && b.warp == WARPS - 2) b.begun().tell(b.lane);
-            const bool head = b.clerk() && last, speaks = out.some || ids.some || head;
-            if (ok && speaks) ok = permission.wait(b.begun());
-            MARK_IF(speaks, b.d, PD_PERMITTED);
-            if (ok && head) send_head(b);
+            if (ok && b.clerk() && last) send_head(b);
         }
         if (!ok || !(ids.some || out.some)) break;
         if (ids.some) {
             ids.send();
+            MARK(b.d, PD_SENT_IDS);
             said += gridDim.x;
             continue;
         }
@@ -60,29 +66,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
         item += WARPS;
     }
     Incoming in(b);
+    // The code takes longer to come than to run, and ids take longer still: a turn without effect goes first.
 #pragma unroll 1
-    for (u32 item = b.warp;; item += WARPS) {
+    for (u32 item = b.warp;;) {
         in.set(item);
         if (item >= WARPS) {
             in.look();
         } else {
-            if (ok && b.clerk() && threadIdx.x >= THREADS - 32) ok = compare_heads(b);
+            if (b.live && ok && b.clerk() && threadIdx.x >= THREADS - 32) ok = compare_heads(b);
             if (ok) ok = read_lanes(b);
             MARK(b.d, PD_IDS);
             in.look();
             ok = __syncthreads_and(ok);
             MARK(b.d, PD_MET);
             if (ok) {
+                in.look();
                 if (EXPANDED || b.clerk()) count(b);
                 MARK(b.d, PD_COUNTED);
-                if (b.limited()) check_capacity(b);
-                MARK(b.d, PD_MAPS);
+                if (b.limited() && b.live) check_capacity(b);
             }
         }
+        if (ok && in.some) ok = place(b, in);
+        if (!b.live) {
+            MARK(b.d, PD_REHEARSED);
+            // Nobody looks at what was counted any more.
+            __syncthreads();
+            b.clear();
+            __syncthreads();
+            b.live = true;
+            if (ok) continue;
+        }
+        MARK_IF(item < WARPS && in.some, b.d, PD_PLACED_FIRST);
+        MARK_IF(in.some, b.d, PD_PLACED_LAST);
         if (!ok || !in.some) break;
-        ok = place(b, in);
-        MARK_IF(item < WARPS, b.d, PD_PLACED_FIRST);
-        MARK(b.d, PD_PLACED_LAST);
+        item += WARPS;
     }
     // What is written once comes last: nobody waits for it, and code that only one block runs is not in the way of others.
     const bool gaps = EXPANDED && b.p.zero_padding;

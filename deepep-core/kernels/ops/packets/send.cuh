@@ -5,93 +5,61 @@
 // Ranks for which code is laid out side by side.
 constexpr u32 AT_ONCE = RANKS <= 4 ? RANKS : 1;
 
+// An id as it is given. In a cached dispatch, from the handle: 32 bits, all of them valid.
+DEVICE void load_id(const Block& b, u64 at, u32& low, u32& high) {
+    const bool wide = INDEX_BITS == 64 && !b.cached();
+    const u32* from = b.cached() ? b.mine<u32>(b.p.topk) + at : (const u32*)b.p.topk_idx + at * (INDEX_BITS / 32);
+    low = arch::ld_stream(from);
+    if (wide) high = arch::ld_stream(from + 1);
+}
+
 // Digest of the call. By one warp.
 DEVICE void send_head(const Block& b) {
     if (b.lane < RANKS && b.lane != b.me) b.packets.send(b.packets.head(b.lane, b.me), b.p.call, 0, 0);
 }
 
-// What a warp sends of the ids of 32 tokens, one a lane: one packet of each, also of tokens that are not given. All positions follow from these packets, so
-// that they leave first, and few warps send all of them.
+// What a warp sends of the ids of some tokens, as many as it has lanes for: a packet for eight lanes, also of tokens that are not given. All positions follow
+// from these packets, so that they leave first.
 struct Ids {
     const Block& b;
-    Loading& ids;  // as given
-    u32 t = 0, packet = 0;
+    u32 t = 0, k = 0;                       // of this lane
+    u32 low = ALL_LANES, high = ALL_LANES;  // halves of its id, as given
     bool some = false;
 
-    DEVICE Ids(const Block& block, Loading& loading) : b(block), ids(loading) {}
+    DEVICE Ids(const Block& block) : b(block) {}
     // Looks up the item of this number, of all of the rank. Nothing is waited for.
     DEVICE void load(u32 item) {
-        const u32 packets = id_packets(b.lanes());
-        packet = item % packets;
-        t = item / packets * 32 + b.lane;
-        some = item / packets * 32 < b.max_tokens();
-#pragma unroll
-        for (u32 k = 0; k < 2 * IDS_OF_PACKET; k++) ids.w[k] = ALL_LANES;
-        if (t >= b.p.tokens) return;
-        const u32 first = packet * IDS_OF_PACKET;
-        // One branch for all of them: loads with opposite conditions into one register would wait for each other.
-        if (wide()) {
-            const u64* from = words() + first;
-#pragma unroll
-            for (u32 k = 0; k < IDS_OF_PACKET; k++)
-                if (first + k < b.lanes()) arch::ld_stream(from + k, ids.w[2 * k], ids.w[2 * k + 1]);
-        } else {
-            const u32* from = halves() + first;
-#pragma unroll
-            for (u32 k = 0; k < IDS_OF_PACKET; k++)
-                if (first + k < b.lanes()) ids.w[2 * k] = arch::ld_stream(from + k);
-        }
+        const u32 width = IDS_OF_PACKET * (id_packets(b.lanes()) > 2 ? 4 : id_packets(b.lanes())), tokens = 32 / width;
+        t = item * tokens + b.lane / width;
+        k = b.lane % width;
+        some = item * tokens < b.max_tokens();
+        if (t < b.p.tokens && k < b.lanes()) load_id(b, (u64)t * b.lanes() + k, low, high);
     }
     DEVICE void send() const {
-        u32 e[IDS_OF_PACKET], bad = 0, twice = 0;
-#pragma unroll
-        for (u32 k = 0; k < IDS_OF_PACKET; k++) {
-            const u32 low = ids.w[2 * k], high = ids.w[2 * k + 1];
-            e[k] = expert(low, high);
-            if (e[k] == NO_ID && !(low == ALL_LANES && (!wide() || high == ALL_LANES))) bad |= 1u << k;
-#pragma unroll
-            for (u32 i = 0; i < k; i++)
-                if (e[k] == e[i] && e[k] != NO_ID) twice |= 1u << k;
-        }
-        // The lanes before this packet, if there are any.
-#pragma unroll 1
-        for (u32 k0 = 0; k0 < packet * IDS_OF_PACKET; k0++) {
-            u32 low = ALL_LANES, high = ALL_LANES;
-            if (t >= b.p.tokens) break;
-            if (wide()) arch::ld_stream(words() + k0, low, high);
-            else low = arch::ld_stream(halves() + k0);
-#pragma unroll
-            for (u32 k = 0; k < IDS_OF_PACKET; k++)
-                if (e[k] != NO_ID && e[k] == expert(low, high)) twice |= 1u << k;
-        }
+        const bool narrow = INDEX_BITS == 32 || b.cached(), none = low == ALL_LANES && (narrow || high == ALL_LANES);
+        const bool valid = low < b.experts() && (narrow || high == 0);
+        // The same id in two lanes of a token: the first one counts.
+        const u32 same = warp::match(valid ? t << ID_BITS | low : 1u << 31 | b.lane);
+        const bool twice = valid && (same & warp::below(b.lane));
         // Before anybody is told of the token: whoever sees counts is to see records.
-        if (bad | twice) report(bad, twice);
+        if (!valid && !none) report_expert(b.p, b.packets.epoch, RECORD_BAD_EXPERT, t, k);
+        if (twice) report_expert(b.p, b.packets.epoch, RECORD_DUPLICATE_EXPERT, t, k);
+        // The lanes of a packet put it together, each with its id where it belongs.
+        const u32 at = k % IDS_OF_PACKET * ID_BITS;
+        const u64 id = (u64)(valid && !twice ? low : NO_ID) << at % 32;
+        u32 w[WORDS_OF_PACKET];
 #pragma unroll
-        for (u32 k = 0; k < IDS_OF_PACKET; k++) e[k] = twice >> k & 1 ? NO_ID : e[k];
-        if (t >= b.max_tokens()) return;
-        const u32 w0 = e[0] | e[1] << 12 | e[2] << 24;
-        const u32 w1 = e[2] >> 8 | e[3] << 4 | e[4] << 16 | e[5] << 28;
-        const u32 w2 = e[5] >> 4 | e[6] << 8 | e[7] << 20;
+        for (u32 i = 0; i < WORDS_OF_PACKET; i++) w[i] = at / 32 == i ? (u32)id : at / 32 + 1 == i ? (u32)(id >> 32) : 0;
+#pragma unroll
+        for (u32 i = 0; i < WORDS_OF_PACKET; i++)
+#pragma unroll
+            for (u32 step = 1; step < IDS_OF_PACKET; step *= 2) w[i] |= warp::get(w[i], b.lane ^ step);
+        if (k % IDS_OF_PACKET || k >= b.lanes() || t >= b.max_tokens()) return;
         // Peers first.
-#pragma unroll AT_ONCE
+#pragma unroll 1
         for (u32 i = 1; i <= RANKS; i++) {
             const u32 r = (b.me + i) % RANKS;
-            b.packets.send(b.packets.ids(r, b.me, t) + packet * b.max_tokens(), w0, w1, w2);
-        }
-    }
-
-private:
-    // In a cached dispatch ids come from the handle: 32 bits, all of them valid.
-    DEVICE bool wide() const { return INDEX_BITS == 64 && !b.cached(); }
-    DEVICE u32 expert(u32 low, u32 high) const { return low < b.experts() && (!wide() || high == 0) ? low : NO_ID; }
-    // The token's ids.
-    DEVICE const u64* words() const { return (const u64*)b.p.topk_idx + (u64)t * b.lanes(); }
-    DEVICE const u32* halves() const { return (b.cached() ? b.mine<u32>(b.p.topk) : (const u32*)b.p.topk_idx) + (u64)t * b.lanes(); }
-    DEVICE void report(u32 bad, u32 twice) const {
-#pragma unroll 1
-        for (u32 k = 0; k < IDS_OF_PACKET; k++) {
-            if (bad >> k & 1) report_expert(b.p, b.packets.epoch, RECORD_BAD_EXPERT, t, packet * IDS_OF_PACKET + k);
-            if (twice >> k & 1) report_expert(b.p, b.packets.epoch, RECORD_DUPLICATE_EXPERT, t, packet * IDS_OF_PACKET + k);
+            b.packets.send(b.packets.ids(r, b.me, t) + k / IDS_OF_PACKET * b.max_tokens(), w[0], w[1], w[2]);
         }
     }
 };
@@ -114,9 +82,9 @@ struct Outgoing {
         some = t < b.p.tokens;
         if (!some) return;
         if (part < b.parts()) {
-            if (k < b.lanes()) load_id((u64)t * b.lanes() + k);
+            if (k < b.lanes()) load_id(b, (u64)t * b.lanes() + k, low, high);
             g = part * 32 + b.lane;
-            if (g < b.groups()) loading.load_row(b, t, g);
+            if (g < b.groups()) loading.load(b, t, g);
         } else {
             weight = k < b.lanes() && b.p.weights ? arch::ld_stream((const u32*)b.p.weights + (u64)t * b.lanes() + k) : 0;
         }
@@ -127,13 +95,6 @@ struct Outgoing {
     }
 
 private:
-    // In a cached dispatch, from the handle: 32 bits, all of them valid.
-    DEVICE void load_id(u64 at) {
-        const bool wide = INDEX_BITS == 64 && !b.cached();
-        const u32* from = b.cached() ? b.mine<u32>(b.p.topk) + at : (const u32*)b.p.topk_idx + at * (INDEX_BITS / 32);
-        low = arch::ld_stream(from);
-        if (wide) high = arch::ld_stream(from + 1);
-    }
     DEVICE void send_row() const {
         u32 needed = 0;
         const bool valid = low < b.experts() && (INDEX_BITS == 32 || b.cached() || high == 0);

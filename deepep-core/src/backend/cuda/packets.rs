@@ -138,7 +138,8 @@ impl PacketGrid {
             start: 0,
             counts: 0,
             ids: 0,
-            shared_bytes: 0,
+            // The epoch.
+            shared_bytes: 16,
             sizes: Some(PacketSizes { max_tokens, topk, experts, row_bytes, scale_packs: 0 }),
         }
     }

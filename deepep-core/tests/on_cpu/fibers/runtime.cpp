@@ -289,19 +289,16 @@ unsigned fiber_meet_block(unsigned vote) {
     leave();
     return b.result;
 }
-// Whether this thread is the last one that comes.
-static bool came_last(Part& part, unsigned threads) {
-    idle = 0;
-    if (++part.arrived != threads) return false;
-    part.arrived = 0;
-    wake(part.waiting);
-    return true;
-}
-void fiber_come_to_part(unsigned id, unsigned threads) { came_last(current->block->parts[id], threads); }
 void fiber_meet_part(unsigned id, unsigned threads) {
+    idle = 0;
     Part& part = current->block->parts[id];
-    if (came_last(part, threads)) ready.push_back(current);
-    else part.waiting.push_back(current);
+    if (++part.arrived == threads) {
+        part.arrived = 0;
+        wake(part.waiting);
+        ready.push_back(current);
+    } else {
+        part.waiting.push_back(current);
+    }
     leave();
 }
 void fiber_meet_warp(uint64_t value, uint64_t* all) {

@@ -19,8 +19,6 @@ void fiber_yield();
 void fiber_saw(const void* at, uint64_t value);
 // All threads of a block meet; returns how many of them voted.
 unsigned fiber_meet_block(unsigned vote);
-// So many threads of a block come to one of its named barriers: this one doesn't wait for the others.
-void fiber_come_to_part(unsigned id, unsigned threads);
 // So many threads of a block meet at one of its named barriers.
 void fiber_meet_part(unsigned id, unsigned threads);
 // All lanes of a warp meet and tell each other a value.

@@ -6,7 +6,6 @@ namespace arch {
 inline void fence_sys() { fiber_yield(); }
 inline void fence_proxy_global() {}
 inline void fence_proxy_shared() {}
-inline void barrier_arrive(u32 id, u32 threads) { fiber_come_to_part(id, threads); }
 inline void barrier_sync(u32 id, u32 threads) { fiber_meet_part(id, threads); }
 
 }  // namespace arch

@@ -158,11 +158,12 @@ impl Compiler {
     ) -> Result<Cubin, JitError> {
         let headers: Vec<_> =
             program.headers().into_iter().map(|(name, text)| (name, alter(name, text))).collect();
-        let key = self.key(program.entry(), program.source(), &headers, arch);
+        let source = alter("kernel.cu", program.source().into());
+        let key = self.key(program.entry(), &source, &headers, arch);
         if let Some(image) = cache.get(&key) {
             return Ok(Cubin::without_report(image, Origin::Cache));
         }
-        let output = self.compile_text(program.entry(), program.source(), headers, arch)?;
+        let output = self.compile_text(program.entry(), &source, headers, arch)?;
         cache.put(&key, &output.image);
         let resources = Resources::parse(&output.log);
         let (image, assembly) = (output.image.into(), output.assembly);

@@ -23,7 +23,7 @@ pub struct Supply {
     blank: bool,
 }
 
-/// A header's name and text to its new text.
+/// A header's name and text, or `kernel.cu` and the kernel's, to the new text.
 #[cfg(test)]
 pub(crate) type Alter = fn(&str, String) -> String;
 

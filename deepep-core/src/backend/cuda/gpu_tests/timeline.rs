@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 
 use super::input::Case;
 use super::machine::{Buffer, Machine, Outcome};
-use super::times::{FLUSH, Graph, Operation, each_case};
+use super::times::{FLUSH, Graph, Operation, each_case, edited};
 use super::{Bench, Round, machine, numbers};
 use crate::layout::MAX_BLOCKS;
 
@@ -109,8 +109,9 @@ const SLOTS: usize = MAX_BLOCKS * WARPS * 2 * HALF;
 pub(super) const BYTES: usize = SLOTS * 8;
 const _: () = assert!(BYTES.is_multiple_of(2 << 20) && crate::jit::THREADS / 32 <= WARPS);
 
-/// Kernels with marks: an [`Alter`](crate::jit::Alter).
-pub(super) fn marked(name: &str, mut text: String) -> String {
+/// Kernels with marks, and with what `times` alters: an [`Alter`](crate::jit::Alter).
+pub(super) fn marked(name: &str, text: String) -> String {
+    let mut text = edited(name, text);
     if name == "generated.cuh" {
         let _ = writeln!(
             text,

@@ -8,7 +8,7 @@
 //! `DEEPEP_TEST_COOPERATIVE=1` says whether the driver refuses grids that can't be resident as a whole (by default if they are not early). Ranks may share a device;
 //! then nothing crosses a link, and the times say what the kernels cost without one.
 //!
-//! `DEEPEP_TEST_ALTER='from=>to~~from=>to'` replaces text in the kernels' headers before they are compiled: what a part costs is seen when it is left out.
+//! `DEEPEP_TEST_ALTER='from=>to~~from=>to'` replaces text in the kernels before they are compiled: what a part costs is seen when it is left out.
 //! Results are not looked at then.
 
 use cuda_vmm::sys::{CUgraph, CUgraphExec, CUstreamCaptureMode};
@@ -279,13 +279,13 @@ fn variants(ranks: usize, tokens: usize, placement: Placement) -> Vec<(String, C
     all
 }
 
-/// What is to be replaced in the kernels' headers.
+/// What is to be replaced in the kernels.
 fn edits() -> Option<String> {
     std::env::var("DEEPEP_TEST_ALTER").ok()
 }
 
-fn edited(_: &str, mut text: String) -> String {
-    for edit in edits().unwrap_or_default().split("~~") {
+pub(super) fn edited(_: &str, mut text: String) -> String {
+    for edit in edits().iter().flat_map(|all| all.split("~~")) {
         let (from, to) = edit.split_once("=>").unwrap_or_else(|| panic!("{edit:?} is no `from=>to`"));
         text = text.replace(from, to);
     }

@@ -163,22 +163,32 @@ fn median(mut all: Vec<f64>) -> f64 {
     all[all.len() / 2]
 }
 
-/// Number of warps, and the lowest, mean and highest of their medians over the runs.
+/// Number of warps that came by in any run, and the lowest, mean and highest time of a run's warps, each by its median over the runs: the highest is
+/// when the last one came, whichever it was.
 fn of_point(runs: &[Marks], point: usize, combine: bool) -> Option<(usize, [f64; 3])> {
-    let starts: Vec<_> = runs.iter().map(|marks| marks.start(combine)).collect();
-    let of_warp = |warp: usize| {
-        let time = |(marks, start): (&Marks, &Option<u64>)| {
-            let (time, start) = (marks.at(warp, point, combine), (*start)?);
+    let mut came = vec![false; MAX_BLOCKS * WARPS];
+    let mut all = [const { Vec::new() }; 3];
+    for marks in runs {
+        let Some(start) = marks.start(combine) else { continue };
+        let mut times = Vec::new();
+        for (warp, came) in came.iter_mut().enumerate() {
+            let time = marks.at(warp, point, combine);
             // Earlier calls of a chain have left theirs, and a kernel may be entered before its start.
-            (time >= start || (point < START && time != 0)).then(|| microseconds(time, start))
-        };
-        let times: Vec<f64> = runs.iter().zip(&starts).filter_map(time).collect();
-        // Work that is drawn goes to other warps every time.
-        (!times.is_empty()).then(|| median(times))
-    };
-    let warps: Vec<f64> = (0..MAX_BLOCKS * WARPS).filter_map(of_warp).collect();
-    let (low, high) = (warps.iter().copied().reduce(f64::min)?, warps.iter().copied().reduce(f64::max)?);
-    Some((warps.len(), [low, warps.iter().sum::<f64>() / warps.len() as f64, high]))
+            if time >= start || (point < START && time != 0) {
+                *came = true;
+                times.push(microseconds(time, start));
+            }
+        }
+        let Some(low) = times.iter().copied().reduce(f64::min) else { continue };
+        let high = times.iter().copied().fold(low, f64::max);
+        let mean = times.iter().sum::<f64>() / times.len() as f64;
+        for (all, one) in all.iter_mut().zip([low, mean, high]) {
+            all.push(one);
+        }
+    }
+    // Work that is drawn goes to other warps every time.
+    let warps = came.into_iter().filter(|&came| came).count();
+    (warps > 0).then(|| (warps, all.map(median)))
 }
 
 fn header(operation: &str) -> String {

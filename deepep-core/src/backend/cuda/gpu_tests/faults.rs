@@ -141,9 +141,14 @@ fn exact_counts(machine: &Machine, case: &Case) {
 #[test]
 fn a_missing_rank_is_named() {
     let Some(machine) = machine() else { return };
-    let operations = [("dispatch", Phase::Totals), ("combine", Phase::Arrival), ("barrier", Phase::Barrier)];
+    // A combine waits for a peer's start and for its rows at the same time.
+    let operations = [
+        ("dispatch", &[Phase::Totals][..]),
+        ("combine", &[Phase::Started, Phase::Arrival]),
+        ("barrier", &[Phase::Barrier]),
+    ];
     let cases = Case::new(3, 64, Placement::Plain).both_ways();
-    for (case, (operation, phase)) in cases.iter().flat_map(|case| operations.map(|o| (case.clone(), o))) {
+    for (case, (operation, phases)) in cases.iter().flat_map(|case| operations.map(|o| (case.clone(), o))) {
         let bench = Bench::new(&machine, &case).unwrap();
         let round = Round::drawn(&case, 9);
         bench.upload(0, &round).unwrap();
@@ -165,7 +170,7 @@ fn a_missing_rank_is_named() {
         assert!(start.elapsed() < Duration::from_secs(8), "{error}");
         for r in [0, 2] {
             let report = bench.group.ranks[r].status.report(RecordKind::Abort).unwrap();
-            assert_eq!((report.peer, report.phase), (1, phase as u32), "{operation}: {report:?}");
+            assert!(report.peer == 1 && phases.iter().any(|&p| p as u32 == report.phase), "{operation}: {report:?}");
         }
         // The contexts have survived.
         let other = Bench::new(&machine, &case).unwrap();
@@ -175,11 +180,11 @@ fn a_missing_rank_is_named() {
         let error = bench.group.wait().unwrap_err().to_string();
         assert!(!error.contains("still run"), "{error}");
         let report = bench.group.ranks[1].status.report(RecordKind::Abort).unwrap();
-        assert_eq!((report.peer, report.phase), (1, phase as u32), "{report:?}");
+        assert!(report.peer == 1 && phases.iter().any(|&p| p as u32 == report.phase), "{operation}: {report:?}");
     }
 }
 
-/// Ranks that call with different parameters find out before a row moves.
+/// Ranks that call with different parameters find out; if rows don't travel in packets, before one moves.
 #[test]
 fn different_calls_are_found() {
     let Some(machine) = machine() else { return };
@@ -211,5 +216,5 @@ fn different_calls(machine: &Machine, case: &Case) {
         bench.group.ranks.iter().map(|rank| rank.status.report(RecordKind::Abort).unwrap().phase).collect();
     assert_eq!(phases, vec![Phase::Parameters as u32; 2]);
     let slots = Slots::read(&bench.group, 0, bench.dispatch[0].shape(), 0, 0).unwrap();
-    assert!(slots.output.iter().all(|&b| b == check::POISON));
+    assert!(case.packets || slots.output.iter().all(|&b| b == check::POISON));
 }

@@ -1,8 +1,9 @@
 // Dispatch: rows of this rank's tokens to the ranks of their experts, in one kernel. The protocol is docs/protocol.md, section 2.
 //
-// Blocks [0, senders) count, exchange counts, write tables and send; the others move rows inside the rank. All blocks are resident at
-// once (cooperative launch). Warps [0, row_warps) of a block carry rows; the others of a sending block are workers, who count and write tables. Then one of
-// them announces rows (expanded) or says that they are there (plain), one waits for what comes from other ranks, and the others zero the gaps between experts.
+// Blocks [0, senders) count, exchange counts, write tables and send; the others move rows inside the rank. Where there are enough of them (expanded, fresh), the
+// first of those count and write tables instead, before they move rows. All blocks are resident at once (cooperative launch). Warps [0, row_warps) of a block
+// carry rows; the others of a sending block are workers, who count and write tables. Then one of them announces rows (expanded) or says that they are there
+// (plain), one waits for what comes from other ranks, and the others zero the gaps between experts.
 //
 // Who waits for whom: place, count → exchange (blocks of all ranks) → tables → sending → moving → end. Each waits only for what
 // stands before it, so that ranks can't block each other; a rank that never comes ends every wait at its deadline (comm/wait.cuh).

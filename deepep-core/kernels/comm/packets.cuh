@@ -35,8 +35,7 @@ struct Pieces {
     }
 };
 
-// What one warp of a block learns first, all of it on the way at once: the kernel's epoch, and whether some rank gave up. One, because all blocks look at the same
-// few lines.
+// What every warp learns first, all of it on the way at once: the kernel's epoch, and whether some rank gave up.
 struct First {
     u32 count;
     u64 abort;

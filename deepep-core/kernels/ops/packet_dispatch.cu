@@ -12,21 +12,6 @@
 
 // At most half of the registers of a multiprocessor: another dispatch starts early beside this one. Among more than two ranks only if sizes are constants.
 constexpr u32 BESIDE = FIXED || RANKS <= 2 ? 2 : 1;
-
-// By one warp of a block: the epoch, for all of them, and that the slots of peers may be written. False if a rank gave up or does not come.
-DEVICE bool start(Block& b) {
-    const First first(b.d, PACKETS_DISPATCH);
-    Permission permission;
-    permission.ask(b.begun());
-    b.packets.open(first.epoch());
-    if (b.lane == 0) b.control.epoch = b.packets.epoch;
-    MARK(b.d, PD_EPOCH);
-    // The same for the whole warp: a peer may write the word at any time.
-    if (!warp::any(first.broken())) return permission.wait(b.begun());
-    if (b.lane == 0) give_up(b.d, {OPERATION_DISPATCH, 0, b.packets.epoch, b.me, 0}, false, 0, 0, 0);
-    return false;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_dispatch(const __grid_constant__ PacketDispatchParams q) {
     extern __shared__ __align__(128) u8 shared[];
     if (q.call.domain.early) arch::launch_dependents();
@@ -35,71 +20,63 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
     MARK(q.call.domain, PD_START);
     Block b(q, shared);
     const bool last = b.warp == WARPS - 1;
-    bool ok = true;
+    // Ids first: rows are not even loaded before ids are on their way, and still come before they are needed.
+    Ids ids(b);
+    if (last) ids.load(blockIdx.x);
+    const First first(b.d, PACKETS_DISPATCH);
+    Permission permission;
+    permission.ask(b.begun());
+    b.clear();
+    __syncthreads();
+    b.packets.open(first.epoch());
+    // The same for the whole warp: a peer may write the word at any time.
+    bool ok = !warp::any(first.broken());
+    MARK(b.d, PD_EPOCH);
+    if (!ok && b.lane == 0) give_up(b.d, {OPERATION_DISPATCH, 0, b.packets.epoch, b.me, 0}, false, 0, 0, 0);
+    if (ok) ok = permission.wait(b.begun());
+    MARK(b.d, PD_PERMITTED);
+    if (ok && last) {
+        if (b.clerk()) send_head(b);
 #pragma unroll 1
-    for (u32 item = b.warp, said = last ? blockIdx.x : ALL_LANES;;) {
-        Outgoing out(b);
-        Ids ids(b);
-        // Before everything else the last warps send ids.
-        if (said != ALL_LANES) ids.load(said);
-        if (!ids.some) out.load(item);
-        if (last ? said == blockIdx.x : item == b.warp) {
-            // Behind what the warps send: what is computed of the epoch must not be waited for before that is on its way.
-            if (b.warp == 0) ok = start(b);
-            ok = __syncthreads_and(ok);
-            b.packets.open(b.control.epoch);
-            MARK(b.d, PD_PERMITTED);
-            if (ok && b.clerk() && b.warp == WARPS - 2) b.begun().tell(b.lane);
-            if (ok && b.clerk() && last) send_head(b);
-        }
-        if (!ok || !(ids.some || out.some)) break;
-        if (ids.some) {
+        for (u32 item = blockIdx.x; ids.some; ids.load(item)) {
             ids.send();
+            item += gridDim.x;
             MARK(b.d, PD_SENT_IDS);
-            said += gridDim.x;
-            continue;
         }
-        said = ALL_LANES;
+    }
+#pragma unroll 1
+    for (u32 item = b.warp; ok; item += WARPS) {
+        Outgoing out(b);
+        out.load(item);
+        if (!out.some) break;
         out.send();
         MARK_IF(item < WARPS, b.d, PD_SENT_FIRST);
         MARK(b.d, PD_SENT_LAST);
-        item += WARPS;
     }
+    if (ok && b.clerk() && b.warp == WARPS - 2) b.begun().tell(b.lane);
     Incoming in(b);
-    // The code takes longer to come than to run, and ids take longer still: a turn without effect goes first.
 #pragma unroll 1
-    for (u32 item = b.warp;;) {
+    for (u32 item = b.warp;; item += WARPS) {
         in.set(item);
         if (item >= WARPS) {
             in.look();
         } else {
-            if (b.live && ok && b.clerk() && threadIdx.x >= THREADS - 32) ok = compare_heads(b);
+            if (ok && last) ok = compare_heads(b);
             if (ok) ok = read_lanes(b);
             MARK(b.d, PD_IDS);
             in.look();
             ok = __syncthreads_and(ok);
             MARK(b.d, PD_MET);
             if (ok) {
-                in.look();
                 if (EXPANDED || b.clerk()) count(b);
                 MARK(b.d, PD_COUNTED);
-                if (b.limited() && b.live) check_capacity(b);
+                if (b.limited()) check_capacity(b);
             }
         }
-        if (ok && in.some) ok = place(b, in);
-        if (!b.live) {
-            MARK(b.d, PD_REHEARSED);
-            // Nobody looks at what was counted any more.
-            __syncthreads();
-            b.clear();
-            __syncthreads();
-            b.live = true;
-            if (ok) continue;
-        }
-        MARK_IF(item < WARPS && in.some, b.d, PD_PLACED_FIRST);
-        MARK_IF(in.some, b.d, PD_PLACED_LAST);
         if (!ok || !in.some) break;
-        item += WARPS;
+        ok = place(b, in);
+        MARK_IF(item < WARPS, b.d, PD_PLACED_FIRST);
+        MARK(b.d, PD_PLACED_LAST);
     }
     // What is written once comes last: nobody waits for it, and code that only one block runs is not in the way of others.
     const bool gaps = EXPANDED && b.p.zero_padding;

@@ -21,8 +21,6 @@ struct Back {
     const Domain& d;
     Packets packets;
     u32 me, lane, warp;
-    // False in a rehearsal: everything is done but loads of rows, waits, and what memory sees, so that the code is at hand when it counts.
-    bool live = true;
 
     DEVICE Back(const PacketCombineParams& params)
         : q(params), p(params.call), d(params.call.domain), packets(d, params.area), me(d.rank), lane(threadIdx.x % 32),
@@ -55,22 +53,22 @@ struct Back {
     }
     DEVICE void load(u64 row, u32 g, u32 half, u32 words, Piece& piece) const {
         const u64* at = (const u64*)row + g;
-        if (HALVES == 2) piece.w[VALUES - 1] = live && 2 * WHOLE < words ? arch::ld_stream((const u32*)(at + 2 * WHOLE * groups()) + half) : 0x80008000u;
+        if (HALVES == 2) piece.w[VALUES - 1] = 2 * WHOLE < words ? arch::ld_stream((const u32*)(at + 2 * WHOLE * groups()) + half) : 0x80008000u;
         at += WHOLE * half * groups();
 #pragma unroll
         for (u32 i = 0; i < WHOLE; i++, at += groups()) {
-            const u64 w = live && WHOLE * half + i < words ? arch::ld_stream(at) : 0x8000800080008000ull;
+            const u64 w = WHOLE * half + i < words ? arch::ld_stream(at) : 0x8000800080008000ull;
             piece.w[2 * i] = (u32)w;
             piece.w[2 * i + 1] = (u32)(w >> 32);
         }
     }
     DEVICE void store(u64 row, u32 g, u32 half, u32 words, const Piece& piece) const {
         u64* at = (u64*)row + g;
-        if (HALVES == 2 && live && 2 * WHOLE < words) ((u32*)(at + 2 * WHOLE * groups()))[half] = piece.w[VALUES - 1];
+        if (HALVES == 2 && 2 * WHOLE < words) ((u32*)(at + 2 * WHOLE * groups()))[half] = piece.w[VALUES - 1];
         at += WHOLE * half * groups();
 #pragma unroll
         for (u32 i = 0; i < WHOLE; i++, at += groups())
-            if (live && WHOLE * half + i < words) *at = (u64)piece.w[2 * i + 1] << 32 | piece.w[2 * i];
+            if (WHOLE * half + i < words) *at = (u64)piece.w[2 * i + 1] << 32 | piece.w[2 * i];
     }
     DEVICE u64 x_row(u32 row) const { return p.x + (u64)row * row_bytes(); }
 };
@@ -159,14 +157,16 @@ struct Returned {
         half = item.half();
         row = b.row_of(s, t);
     }
-    DEVICE void send() const {
+    // False if a peer does not come.
+    DEVICE bool send(Permission& permission) const {
         const u32 which = warp::ballot(row >= 0), g = part * 32 + b.lane;
-        if (which == 0) return;
+        if (which == 0) return true;
         u32 weight = 0;
         const bool weights = part == 0 && half == 0 && b.p.weights;
         if (weights && row >= 0) weight = ((const u32*)b.p.weights)[b.weight_at(row)];
         const Piece sum = sum_rows(b, row, which, g, half);
         MARK(b.d, PC_SUMMED);
+        if (!permission.wait(b.begun())) return false;
         if (g < b.groups()) b.packets.send(b.packets.back(s, b.me, t) + half * PACKETS * b.groups(), b.groups(), g, sum);
         if (weights) {
             u32 w[3];
@@ -174,6 +174,7 @@ struct Returned {
             for (u32 i = 0; i < 3; i++) w[i] = warp::get(weight, (3 * b.lane + i) % 32);
             if (3 * b.lane < b.lanes()) b.packets.send(b.packets.back_weights(s, b.me, t) + b.lane, w[0], w[1], w[2]);
         }
+        return true;
     }
 };
 
@@ -198,7 +199,7 @@ struct Result {
     // False if a peer does not come. Whether there is a token or not, its slots are zeroed if it is their turn: by who has read them, or nobody.
     DEVICE bool finish() const {
         if (t < b.p.tokens && !write()) return false;
-        if (!b.live || t != b.packets.scrubbed()) return true;
+        if (t != b.packets.scrubbed()) return true;
 #pragma unroll 1
         for (u32 s = 0; s < RANKS; s++)
             if (s != b.me) b.packets.scrub(b.packets.back(b.me, s, t), b.q.area.back_stride, half * PACKETS, PACKETS, b.groups(), g(), part * HALVES + half, b.parts() * HALVES);
@@ -227,7 +228,7 @@ private:
             } else {
                 const Vec16* slot = b.packets.back(b.me, from, t) + half * PACKETS * b.groups();
                 Vec16 p[PACKETS] = {};
-                if (b.live && g() < b.groups()) {
+                if (g() < b.groups()) {
                     b.packets.load(slot, b.groups(), g(), p);
                     ok = b.packets.receive(slot, b.groups(), g(), p, b.place(from, t)) && ok;
                 }
@@ -261,13 +262,13 @@ private:
         if (b.lane < b.lanes()) {
             u32 weight = 0;
             if (row >= 0) {
-                if (b.live) weight = ((const u32*)b.p.weights)[b.weight_at(row)];
-            } else if (b.live && dest >= 0) {
+                weight = ((const u32*)b.p.weights)[b.weight_at(row)];
+            } else if (dest >= 0) {
                 Vec16 v;
                 ok = b.packets.receive(b.packets.back_weights(b.me, dest, t) + b.lane / 3, b.place(dest, t), v);
                 weight = b.lane % 3 == 0 ? v.x : b.lane % 3 == 1 ? v.y : v.z;
             }
-            if (b.live) ((u32*)b.p.out_weights)[(u64)t * b.lanes() + b.lane] = weight;
+            ((u32*)b.p.out_weights)[(u64)t * b.lanes() + b.lane] = weight;
         }
         return warp::all(ok);
     }

@@ -15,7 +15,6 @@ typedef Pieces<ROW_PACKETS> Row;
 static_assert(sizeof(Row) == GROUP_BYTES && PACKET_BYTES == sizeof(Vec16), "packets are made of 56 bytes");
 
 struct Control {
-    u32 epoch;
     u32 over;             // lowest rank over capacity; RANKS if none is
     i32 rows[MAX_RANKS];  // that each rank receives, if capacities matter
     i32 sums[64];         // of 32 experts each, of their rows and gaps
@@ -36,8 +35,6 @@ struct Block {
     i32* counts;     // [EL]
     u32* ids;        // [units of this block][packets of ids][words]
     u32 me, lane, warp;
-    // False in a rehearsal: everything is done but what memory outside of the block sees, so that the code is at hand when it counts.
-    bool live = false;
 
     DEVICE Block(const PacketDispatchParams& params, u8* shared)
         : q(params), p(params.call), d(params.call.domain), packets(d, params.area), control(*(Control*)shared),
@@ -83,10 +80,6 @@ struct Block {
         else if (clerk())
             for (u32 i = threadIdx.x; i < local_experts(); i += THREADS) counts[i] = 0;
         if (threadIdx.x == 0) control.over = RANKS;
-    }
-    template <class T>
-    DEVICE void put(T* at, T v) const {
-        if (live) *at = v;
     }
 };
 
@@ -138,12 +131,12 @@ DEVICE u32 id_of(const u32* words, u32 k) {
 DEVICE void store_word(const Block& b, u32 row, u32 i, bool inside, u64 v) {
     const u32 words = b.row_words();
     if (inside || i < words) {
-        b.put(b.out<u64>(b.p.rows + (u64)row * (8 * words)) + i, v);
+        *(b.out<u64>(b.p.rows + (u64)row * (8 * words)) + i) = v;
         return;
     }
     const u32 pack = 2 * (i - words);
-    if (pack < b.scale_packs()) b.put(scale_pack(b.p, b.output(), row, pack), (u32)v);
-    if (pack + 1 < b.scale_packs()) b.put(scale_pack(b.p, b.output(), row, pack + 1), (u32)(v >> 32));
+    if (pack < b.scale_packs()) *scale_pack(b.p, b.output(), row, pack) = (u32)v;
+    if (pack + 1 < b.scale_packs()) *scale_pack(b.p, b.output(), row, pack + 1) = (u32)(v >> 32);
 }
 // Word j of a lane's piece g lies j · groups + g words behind the start of the row. Whether it is one of the row for every g:
 DEVICE bool inside(const Block& b, u32 j) { return FIXED && (j + 1) * b.groups() <= b.row_words(); }

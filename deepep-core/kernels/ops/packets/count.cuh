@@ -27,8 +27,8 @@ struct Marks {
     }
 };
 
-// All other ranks have made the same call; if not, the call ends everywhere, whatever was made of the ids. By one warp of the rank, before it waits for
-// anything else: in another call ids may lie elsewhere, and who waits for them learns of it by the abort.
+// All other ranks have made the same call; if not, the call ends everywhere before anything is placed. By one warp of each block, before it waits for anything
+// else: in another call ids may lie elsewhere, and who waits for them learns of it by the abort.
 DEVICE bool compare_heads(const Block& b) {
     bool ok = true;
     if (b.lane < RANKS && b.lane != b.me) {
@@ -57,16 +57,11 @@ struct Token {
     }
     DEVICE Place place() const { return b.place(PHASE_TOTALS, s, t); }
     DEVICE bool look(u64& seen) {
-        if (!b.live) return rehearse();
         const bool two = id_packets(b.lanes()) > 1;
         p[0] = b.packets.load(at);
         if (two) p[1] = b.packets.load(at + b.max_tokens());
         seen = p[0].w;
         return p[0].w == b.packets.epoch && (!two || p[1].w == b.packets.epoch);
-    }
-    DEVICE bool rehearse() {
-        p[0] = p[1] = {0, 0, 0, 0};
-        return true;
     }
     // Enters the ids into the maps, and into the list of this block's units. False if a packet does not come.
     DEVICE bool enter(Marks& marks) {
@@ -76,7 +71,7 @@ struct Token {
 #pragma unroll(FIXED ? id_packets(FIXED_LANES) : 1)
         for (u32 i = 0; i < packets; i++) {
             Vec16 v = i == 0 ? p[0] : p[1];
-            if (b.live && i > 1 && !b.packets.receive(at + i * b.max_tokens(), place(), v)) return false;
+            if (i > 1 && !b.packets.receive(at + i * b.max_tokens(), place(), v)) return false;
             enter(marks, i, v, placed, ids + i * WORDS_OF_PACKET);
         }
         return true;

@@ -42,14 +42,14 @@ struct Incoming {
     // Loads what was not there when it was loaded before. Nothing is waited for but that, and nothing is done with what is loaded: all words are needed, and
     // the block meets meanwhile.
     DEVICE void look() {
-        if (!b.live || !waits || there()) return;
+        if (!waits || there()) return;
 #pragma unroll
         for (u32 k = 0; k < ROW_PACKETS; k++)
             if (k == 0 || row()) p[k] = arch::ld_packet(from + k * b.groups());
     }
     // False after an abort.
     DEVICE bool wait() {
-        if (!b.live || !waits) return true;
+        if (!waits) return true;
         return wait_until(b.d, b.place(row() ? PHASE_ARRIVAL : PHASE_TOTALS, s, t), want & mask, [&](u64& seen) {
             if (there()) return true;
             seen = p[0].w & mask;
@@ -63,7 +63,7 @@ struct Incoming {
     }
     // If it is this call's turn: the part of the row's slot that this warp has read, and its share of what rows of this size leave.
     DEVICE void scrub() const {
-        if (b.live && t == b.packets.scrubbed())
+        if (t == b.packets.scrubbed())
             b.packets.scrub(b.packets.row(b.me, s, t), b.q.area.row_stride, 0, ROW_PACKETS, b.groups(), g(), part, b.parts());
     }
 };

@@ -12,9 +12,8 @@ struct Unit {
 
     DEVICE Unit(const Block& block, const Incoming& in) : b(block), s(in.s), t(in.t), number(in.number()) {
         const u32* words = b.ids + (in.turn * id_packets(b.lanes()) + b.lane / IDS_OF_PACKET) * WORDS_OF_PACKET;
-        u32 id = b.lane < b.lanes() ? id_of(words, b.lane % IDS_OF_PACKET) : NO_ID;
-        if (!b.live) id = b.lane ? NO_ID : b.me * b.local_experts();
-        expert = id >= b.experts() || (b.live && b.control.over != RANKS) ? -1 : (i32)id;
+        const u32 id = b.lane < b.lanes() ? id_of(words, b.lane % IDS_OF_PACKET) : NO_ID;
+        expert = id >= b.experts() || b.control.over != RANKS ? -1 : (i32)id;
         dest = expert < 0 ? -1 : (i32)rank_of(b, (u32)expert);
         here = warp::ballot(dest == (i32)b.me);
     }
@@ -33,35 +32,35 @@ struct Unit {
     // Tables of the handle.
     DEVICE void write_handle(u32 index) const {
         const u32 k = b.lane, lanes = b.lanes();
-        if (k < lanes) b.put(&b.mine<i32>(b.p.lane_place)[(u64)number * lanes + k], row);
+        if (k < lanes) b.mine<i32>(b.p.lane_place)[(u64)number * lanes + k] = row;
         if (here) {
-            if (k == 0) b.put(&b.mine<u64>(b.p.source)[index], (u64)here << 32 | number);
-            if (EXPANDED && k < lanes) b.put(&b.mine<i32>(b.p.lane_row)[(u64)index * lanes + k], row);
+            if (k == 0) b.mine<u64>(b.p.source)[index] = (u64)here << 32 | number;
+            if (EXPANDED && k < lanes) b.mine<i32>(b.p.lane_row)[(u64)index * lanes + k] = row;
         }
         if (s != b.me || t >= b.p.tokens) return;
         const i32 first = warp::get(row, here ? __ffs(here) - 1 : 0);
         if (k < lanes) {
-            b.put(&b.mine<i32>(b.p.topk)[(u64)t * lanes + k], expert);
-            if (EXPANDED) b.put(&b.mine<i32>(b.p.own_row)[(u64)t * lanes + k], row);
+            b.mine<i32>(b.p.topk)[(u64)t * lanes + k] = expert;
+            if (EXPANDED) b.mine<i32>(b.p.own_row)[(u64)t * lanes + k] = row;
         }
         if (k >= RANKS) return;
         const u32* map = b.to_rank + k * b.words();
         const bool goes = b.control.over == RANKS && bit(map, number);
         const i32 at = goes ? (i32)bits_below(b, map, 1, number) : -1;
-        b.put(&b.mine<i32>(b.p.sent_row)[(u64)t * RANKS + k], EXPANDED && k == b.me ? (here ? first : -1) : at);
-        if (EXPANDED) b.put(&b.mine<i32>(b.p.sent_index)[(u64)t * RANKS + k], at);
+        b.mine<i32>(b.p.sent_row)[(u64)t * RANKS + k] = EXPANDED && k == b.me ? (here ? first : -1) : at;
+        if (EXPANDED) b.mine<i32>(b.p.sent_index)[(u64)t * RANKS + k] = at;
     }
     // Ids of the output.
     DEVICE void write_ids(u32 index) const {
         if (EXPANDED || here == 0 || b.lane >= b.lanes()) return;
         const u64 at = (u64)index * b.lanes() + b.lane;
         const i32 local = dest == (i32)b.me ? expert - (i32)(b.me * b.local_experts()) : -1;
-        b.put(&b.out<Id>(b.p.lane_expert)[at], (Id)local);
+        b.out<Id>(b.p.lane_expert)[at] = (Id)local;
     }
     // Weight of lane k in the output.
     DEVICE void write_weight(u32 index, u32 weight) const {
-        if (!EXPANDED || s != b.me) b.put(&b.out<u32>(b.p.lane_weight)[(u64)index * b.lanes() + b.lane], weight);
-        if (EXPANDED && row >= 0) b.put(&b.out<u32>(b.p.row_weight)[row], weight);
+        if (!EXPANDED || s != b.me) b.out<u32>(b.p.lane_weight)[(u64)index * b.lanes() + b.lane] = weight;
+        if (EXPANDED && row >= 0) b.out<u32>(b.p.row_weight)[row] = weight;
     }
 };
 

@@ -33,14 +33,20 @@ struct Ids {
         t = item * tokens + b.lane / width;
         k = b.lane % width;
         some = item * tokens < b.max_tokens();
+        low = high = ALL_LANES;
         if (t < b.p.tokens && k < b.lanes()) load_id(b, (u64)t * b.lanes() + k, low, high);
     }
     DEVICE void send() const {
         const bool narrow = INDEX_BITS == 32 || b.cached(), none = low == ALL_LANES && (narrow || high == ALL_LANES);
         const bool valid = low < b.experts() && (narrow || high == 0);
-        // The same id in two lanes of a token: the first one counts.
-        const u32 same = warp::match(valid ? t << ID_BITS | low : 1u << 31 | b.lane);
-        const bool twice = valid && (same & warp::below(b.lane));
+        // The same id in two lanes of a token: the first one counts. (A match of all lanes takes longer.)
+        const u32 e = valid ? low : NO_ID;
+        bool twice = false;
+#pragma unroll(FIXED && FIXED_LANES <= IDS_OF_PACKET ? IDS_OF_PACKET : 1)
+        for (u32 d = 1; d < (b.lanes() < 32 ? b.lanes() : 32); d++) {
+            const u32 other = warp::get(e, (b.lane - d) % 32);
+            twice = twice || (valid && k >= d && other == e);
+        }
         // Before anybody is told of the token: whoever sees counts is to see records.
         if (!valid && !none) report_expert(b.p, b.packets.epoch, RECORD_BAD_EXPERT, t, k);
         if (twice) report_expert(b.p, b.packets.epoch, RECORD_DUPLICATE_EXPERT, t, k);

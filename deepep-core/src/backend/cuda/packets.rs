@@ -138,8 +138,7 @@ impl PacketGrid {
             start: 0,
             counts: 0,
             ids: 0,
-            // The epoch.
-            shared_bytes: 16,
+            shared_bytes: 0,
             sizes: Some(PacketSizes { max_tokens, topk, experts, row_bytes, scale_packs: 0 }),
         }
     }

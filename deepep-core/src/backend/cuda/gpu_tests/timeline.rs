@@ -30,7 +30,6 @@ const PACKET_DISPATCH: &[Point] = &[
     ("PD_SENT_IDS", "ids sent"),
     ("PD_SENT_FIRST", "first part loaded and sent"),
     ("PD_SENT_LAST", "last part loaded and sent"),
-    ("PD_REHEARSED", "rehearsed"),
     ("PD_IDS", "all ids arrived"),
     ("PD_MET", "block has met: maps complete"),
     ("PD_COUNTED", "experts' rows counted"),
@@ -71,7 +70,7 @@ const DISPATCH: &[Point] = &[
 const PACKET_COMBINE: &[Point] = &[
     ("PC_ENTRY", "entered"),
     ("PC_START", "started: the kernel before has ended"),
-    ("PC_PERMITTED", "block has met: epoch known, may send"),
+    ("PC_EPOCH", "block has met: epoch known"),
     ("PC_SUMMED", "senders: first sum"),
     ("PC_SENT_FIRST", "senders: first part summed and sent"),
     ("PC_SENT_LAST", "senders: last part summed and sent"),

@@ -101,12 +101,12 @@ impl CombineRoles {
         let blocks = limits.blocks;
         let row_warps = match (shape.sums(), blocks) {
             (true, _) => 5,
-            (false, 56..) => 1,
-            (false, 12..) => 2,
+            (false, 28..) => 1,
             (false, _) => 3,
         };
         let stages = match (shape.sums(), blocks) {
-            (true, _) | (false, ..28) => 2,
+            (true, _) | (false, ..12) => 2,
+            (false, ..28) => 1,
             // A GB/s is a byte in a ns.
             (false, _) => {
                 let stage = blocks * row_warps * shape.row_bytes;
@@ -125,10 +125,10 @@ impl CombineRoles {
             Placement::Plain if blocks >= 56 => 4,
             Placement::Plain if blocks >= 28 => 2,
             Placement::Plain => 1,
-            Placement::Expanded if shape.sums() => 9,
+            Placement::Expanded if shape.sums() => 11,
             Placement::Expanded => 8,
         };
-        Self { row_warps, stages, reducers, pieces, sender_pieces: 9, batches: 2 }
+        Self { row_warps, stages, reducers, pieces, sender_pieces: 7, batches: 2 }
     }
 
     /// Few pieces a row first, then many warps.
@@ -297,7 +297,7 @@ mod tests {
         )
         .unwrap();
         assert_eq!((g.row_warps, g.stages, g.reducers), (5, 2, 6));
-        assert_eq!([g.batches, g.batch_bytes, g.sender_batches, g.sender_batch_bytes], [2, 9216, 2, 9216]);
+        assert_eq!([g.batches, g.batch_bytes, g.sender_batches, g.sender_batch_bytes], [2, 11264, 2, 7168]);
         assert!(g.control + COMBINE_CONTROL_BYTES <= HOPPER.shared_bytes);
         // Seven pieces in three parts: 12288 parts for 660 warps.
         assert!(g.parts == 3 && g.draws(4096) && !CombineGrid { parts: 1, ..g }.draws(4096));

@@ -170,7 +170,10 @@ fn a_missing_rank_is_named() {
         assert!(start.elapsed() < Duration::from_secs(8), "{error}");
         for r in [0, 2] {
             let report = bench.group.ranks[r].status.report(RecordKind::Abort).unwrap();
-            assert!(report.peer == 1 && phases.iter().any(|&p| p as u32 == report.phase), "{operation}: {report:?}");
+            assert!(
+                report.peer == 1 && phases.iter().any(|&p| p as u32 == report.phase),
+                "{operation}: {report:?}"
+            );
         }
         // The contexts have survived.
         let other = Bench::new(&machine, &case).unwrap();
@@ -180,11 +183,14 @@ fn a_missing_rank_is_named() {
         let error = bench.group.wait().unwrap_err().to_string();
         assert!(!error.contains("still run"), "{error}");
         let report = bench.group.ranks[1].status.report(RecordKind::Abort).unwrap();
-        assert!(report.peer == 1 && phases.iter().any(|&p| p as u32 == report.phase), "{operation}: {report:?}");
+        assert!(
+            report.peer == 1 && phases.iter().any(|&p| p as u32 == report.phase),
+            "{operation}: {report:?}"
+        );
     }
 }
 
-/// Ranks that call with different parameters find out; if rows don't travel in packets, before one moves.
+/// Ranks that call with different parameters find out before a row moves.
 #[test]
 fn different_calls_are_found() {
     let Some(machine) = machine() else { return };
@@ -216,5 +222,5 @@ fn different_calls(machine: &Machine, case: &Case) {
         bench.group.ranks.iter().map(|rank| rank.status.report(RecordKind::Abort).unwrap().phase).collect();
     assert_eq!(phases, vec![Phase::Parameters as u32; 2]);
     let slots = Slots::read(&bench.group, 0, bench.dispatch[0].shape(), 0, 0).unwrap();
-    assert!(case.packets || slots.output.iter().all(|&b| b == check::POISON));
+    assert!(slots.output.iter().all(|&b| b == check::POISON));
 }

@@ -111,10 +111,15 @@ def shape_options(args):
     return [str(option) for option in [*options, "--tokens", *args.tokens]]
 
 
-def compare(args, folder):
+def compare(args, folder, save):
     notes, mine, reports = [], [], []
     peers = {name: [] for name in args.peers}
     environment = None
+
+    def so_far():
+        merged = {name: results.middle(rounds) for name, rounds in peers.items() if any(rounds)}
+        return results.middle(mine), merged, list(dict.fromkeys(notes)), reports
+
     if "deepep" in peers:
         try:
             site = args.site or install(args.wheels, folder)
@@ -126,6 +131,7 @@ def compare(args, folder):
         times, report = ours(args, folder)
         mine.append(times)
         reports.append(report)
+        save(*so_far())
         if environment:
             say(f"round {number + 1} of {args.rounds}: DeepEP")
             command = [sys.executable, str(HERE / "deepep_v2.py"), *shape_options(args)]
@@ -134,6 +140,7 @@ def compare(args, folder):
             times, failures = results.deepep(out)
             peers["deepep"].append(times)
             notes += [f"DeepEP: {line}" for line in failures] + ([f"DeepEP {problem}"] if problem else [])
+            save(*so_far())
         if {"torch", "nccl"} & set(peers):
             say(f"round {number + 1} of {args.rounds}: all-to-all")
             command = [sys.executable, str(HERE / "all_to_all.py"), *shape_options(args)]
@@ -142,8 +149,8 @@ def compare(args, folder):
             for name in {"torch", "nccl"} & set(peers):
                 peers[name].append(found[name])
             notes += told + ([f"all-to-all {problem}"] if problem else [])
-    merged = {name: results.middle(rounds) for name, rounds in peers.items() if any(rounds)}
-    return results.middle(mine), merged, list(dict.fromkeys(notes)), reports
+            save(*so_far())
+    return so_far()
 
 
 def parse(arguments):
@@ -172,25 +179,30 @@ def main(arguments=None):
             args.json.open("a").close()
         except OSError as error:
             sys.exit(f"error: {error}")
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            mine, peers, notes, reports = compare(args, pathlib.Path(folder))
-        except results.Unreadable as error:
-            sys.exit(f"error: {error}")
-    print(results.table(mine, peers))
-    for note in notes + reports[0]["notes"]:
-        print(f"note: {note}")
-    if args.json:
+
+    def save(mine, peers, notes, reports):
+        """A comparison that is stopped leaves what it has."""
+        if not args.json:
+            return
         whole = {
             "shape": args.shape,
             "ranks": args.world,
             "sms": args.sms or None,
-            "rounds": args.rounds,
+            "rounds": len(reports),
             "rows": results.rows(mine, peers),
             "notes": notes,
             "ours": reports,
         }
         args.json.write_text(json.dumps(whole, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mine, peers, notes, reports = compare(args, pathlib.Path(folder), save)
+        except results.Unreadable as error:
+            sys.exit(f"error: {error}")
+    print(results.table(mine, peers))
+    for note in notes + reports[0]["notes"]:
+        print(f"note: {note}")
 
 
 if __name__ == "__main__":

@@ -153,6 +153,16 @@ def the_whole_script_runs(deepep):
         with contextlib.redirect_stdout(text):
             compare.main(["--deepep", deepep, "--wheels", f"{name}/none", *arguments[4:]])
         assert "DeepEP was not run: there are no wheels" in text.getvalue(), text.getvalue()
+        # What is stopped leaves what it has.
+        out.unlink()
+        with mock.patch.object(results, "deepep", side_effect=KeyboardInterrupt):
+            try:
+                compare.main(arguments)
+            except KeyboardInterrupt:
+                pass
+        whole = json.loads(out.read_text())
+        assert len(whole["ours"]) == whole["rounds"] == 1 and whole["rows"], whole
+        assert all("deepep_us" not in row for row in whole["rows"]), whole["rows"]
         try:
             compare.main([*arguments, "--plant-fault", "1"])
         except SystemExit as end:

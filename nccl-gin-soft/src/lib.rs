@@ -29,7 +29,7 @@
 //! and a round trip takes tens of microseconds. Several ranks of *one* node on a GPU also need `NCCL_MULTI_RANK_GPU_ENABLE=1` (2.30.5 and later).
 //!
 //! NCCL 2.29.7 resets signals by writing them, so that each one must be read before it is added to, as signals at an address always are: about three times
-//! as slow as indexed signals of later versions.
+//! as slow as indexed signals of later versions. It does not ask for errors either: when a process is lost, communicators of the others say nothing.
 //!
 //! Memory of a GPU that a process cannot map (it has no peer access to it, or `CUDA_VISIBLE_DEVICES` hides it) goes through the host instead, about ten times
 //! as slow; `NCCL_DEBUG=INFO` says so at each registration.

@@ -20,7 +20,8 @@ fn a_killed_rank_over_tcp() {
 }
 
 fn killed(test: &str, environment: &[(&str, &str)]) {
-    let shape = Shape::new(2, 2);
+    // 2.29.7 does not look at what tells it of errors.
+    let shape = Shape { since: 23000, ..Shape::new(2, 2) };
     if let Some((rank, board)) = rank_of(test) {
         return survive_or_die(rank, shape, board);
     }

@@ -33,14 +33,15 @@ struct Incoming {
     DEVICE u32 number() const { return b.number(s, t); }
     DEVICE bool row() const { return part < b.parts(); }
     DEVICE u32 g() const { return part * 32 + b.lane; }
+    // Last word of a packet. All words have a part in it, as far as the assembler knows: it must not load those apart that nobody needs otherwise.
+    DEVICE u32 last(u32 k) const { return p[k].w ^ ((p[k].x ^ p[k].y ^ p[k].z) & b.q.area.zero); }
     DEVICE bool there() const {
         u32 other = 0;
 #pragma unroll
-        for (u32 k = 1; k < ROW_PACKETS; k++) other |= p[k].w ^ want;
-        return (((row() ? other : 0) | (p[0].w ^ want)) & mask) == 0;
+        for (u32 k = 1; k < ROW_PACKETS; k++) other |= last(k) ^ want;
+        return (((row() ? other : 0) | (last(0) ^ want)) & mask) == 0;
     }
-    // Loads what was not there when it was loaded before. Nothing is waited for but that, and nothing is done with what is loaded: all words are needed, and
-    // the block meets meanwhile.
+    // Loads what was not there when it was loaded before. Nothing is waited for but that, and nothing is done with what is loaded: the block meets meanwhile.
     DEVICE void look() {
         if (!waits || there()) return;
 #pragma unroll

@@ -25,11 +25,11 @@ struct Control {
     u64 handle[MAX_RANKS];  // and handle slot
     u32 senders[MAX_RANKS];
     i32 rows[MAX_RANKS];    // what each rank is about to receive
-    u32 from[MAX_RANKS];    // what this rank is about to receive from each rank (block 0)
+    u32 from[MAX_RANKS];    // what this rank is about to receive from each rank (the block of the first chunk)
     u32 to_rank[WARPS][MAX_RANKS];  // tokens for each rank that a worker counted; then those of the workers before it
     u32 tables;             // workers that have written this rank's tables
     u32 told;               // workers that have told other ranks of their tokens
-    u32 summed;             // workers (of block 0) that have summed experts' tokens
+    u32 summed;             // workers (of the block of the first chunk) that have summed experts' tokens
     u32 sent;               // row warps whose stores are complete
     u32 unsent;             // row warps that could not send everything
     u32 known;              // what became of the wait for tables, in a block that moves rows only: 0 until it has ended, then TABLES_THERE or not

@@ -33,7 +33,7 @@ DEVICE void count_ranks(const Block& b, const TokenLanes& l, const Share& share,
     for (u32 begin = share.begin; begin < share.end; begin += tokens, i++) {
         if (i > 0) load_round(b, l, begin, round);
         const u32 n = share.end - begin, ranks = ranks_of(b, l, round, n < tokens ? n : tokens), in_chunk = begin + b.lane - t0;
-        if (b.lane < n && in_chunk < b.first_tokens()) b.first_ranks()[in_chunk] = (u8)ranks;
+        if (b.lane < n && b.lane < tokens && in_chunk < b.first_tokens()) b.first_ranks()[in_chunk] = (u8)ranks;
         if (i < Counted::ROUNDS) counted.ranks |= ranks << MAX_RANKS * i;
 #pragma unroll
         for (u32 r = 0; r < RANKS; r++) {

@@ -121,7 +121,9 @@ pub struct Config {
     pub multiprocessors: Option<usize>,
     /// Whether kernels are launched while the one before them in their stream still runs, which hides a launch behind it (programmatic stream serialization): if not
     /// set, they are if the rank has its device for itself. Where ranks share one, asking for it is an error. A caller's own kernel that is launched in the same way
-    /// behind an operation has to wait for it (`griddepcontrol.wait`, `cudaGridDependencySynchronize`) before it touches any of its tensors. May differ between ranks.
+    /// behind an operation has to wait for it (`griddepcontrol.wait`, `cudaGridDependencySynchronize`) before it touches any of its tensors.
+    /// Such kernels are not launched cooperatively: where operations of two buffers run at the same time, give each its share of
+    /// [`multiprocessors`](Self::multiprocessors), or blocks of one may keep those of the other out until a deadline ends both. May differ between ranks.
     pub early_launch: Option<bool>,
     /// Which processors run the operations.
     pub backend: BackendKind,

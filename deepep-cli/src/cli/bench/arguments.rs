@@ -203,7 +203,7 @@ impl Arguments {
             ));
         }
         let early_launch = cuda && !shared && !self.no_early_launch;
-        if self.no_early_launch && !early_launch && (shared || !cuda) {
+        if self.no_early_launch && (shared || !cuda) {
             notes.push("--no-early-launch changes nothing: kernels are launched early only where each rank has a GPU for itself".into());
         }
         if self.alignment != 1 && !self.layouts.contains(&LayoutChoice::Expanded) {

@@ -49,6 +49,9 @@ fn other_roles_give_the_oracles_bits_on_cpus() {
             // Others count than send, where there are as many.
             (roles(4, 2, 3, 2, 1, 6), 4, 33),
             (roles(4, 2, 2, 3, 2, 6), 4, 33),
+            // More than a worker keeps of its tokens: of blocks that send, and of those that only count.
+            (roles(2, 1, 12, 2, 1, 6), 17, 150),
+            (roles(4, 2, 3, 2, 1, 6), 32, 150),
             (roles(3, 1, 5, 4, 2, 6), 17, 41),
         ]
         .into_iter()

@@ -66,6 +66,13 @@ fn kernels_for_sizes_give_the_oracles_bits_on_cpus() {
         let mut one = case(2, 1, placement);
         (one.topk, one.experts) = (3, 8);
         cases.push(one);
+        // Words of a packet that nobody needs.
+        for topk in [1, 2] {
+            let mut small = case(2, 6, placement);
+            (small.topk, small.experts, small.row_bytes, small.scale_packs, small.hidden) =
+                (topk, 4, 16, 0, 8);
+            cases.push(small);
+        }
     }
     for mut case in cases {
         case.for_sizes = true;

@@ -2,6 +2,8 @@
 //!
 //! Two sets of rows take turns from call to call, so that a result that a call has not written is not that of the one before.
 
+use std::cell::RefCell;
+
 use deepep_core::layout::IndexWidth;
 use deepep_core::tensor::DType;
 use deepep_core::{CombineArgs, CombineInput, DispatchArgs, Dispatched, ElasticBuffer, Handle, Transfer};
@@ -29,6 +31,13 @@ struct Set {
     input: Option<CombineInput>,
 }
 
+/// Host memory for what is compared, used again and again: in the largest settings its pages take longer than all else.
+#[derive(Debug, Default)]
+pub(super) struct Scratch {
+    rows: RefCell<Vec<u8>>,
+    outputs: RefCell<Vec<bf16>>,
+}
+
 /// Copies experts' outputs into the heap, and waits until they are there.
 fn copy_in(input: &mut CombineInput, y: &Tensor, clock: &Clock) -> Result<(), RankError> {
     // SAFETY: the rows are written and given back only after the clock has waited, here and in `give_back`.
@@ -43,6 +52,7 @@ pub(super) struct Calls<'a> {
     job: &'a Job,
     rank: usize,
     routings: Vec<Routing>,
+    scratch: &'a Scratch,
     memory: Memory,
     sets: Vec<Set>,
     ids: Tensor,
@@ -59,7 +69,7 @@ impl<'a> Calls<'a> {
     /// Sets of rows.
     pub(super) const ROUNDS: usize = 2;
 
-    pub(super) fn new(job: &'a Job, buffer: &ElasticBuffer) -> Result<Self, RankError> {
+    pub(super) fn new(job: &'a Job, buffer: &ElasticBuffer, scratch: &'a Scratch) -> Result<Self, RankError> {
         let (routings, rank, memory) = (job.routings(), buffer.rank(), Memory::default());
         let part = Rank::new(job, &routings, rank);
         let routing = &routings[rank];
@@ -92,7 +102,20 @@ impl<'a> Calls<'a> {
         let row_bytes = job.values.row_bytes() + 4 * job.scale_packs();
         let token_bytes = [row_bytes as u64, hidden as u64 * 2];
         let (handle, planted) = (None, false);
-        Ok(Self { job, rank, routings, memory, sets, ids, weights, out, handle, token_bytes, planted })
+        Ok(Self {
+            job,
+            rank,
+            routings,
+            scratch,
+            memory,
+            sets,
+            ids,
+            weights,
+            out,
+            handle,
+            token_bytes,
+            planted,
+        })
     }
 
     /// Gives the memory back, once nothing uses it any more; if that does not come, keeps it.
@@ -148,14 +171,17 @@ impl<'a> Calls<'a> {
             let dispatched = self.dispatch(buffer, clock, round, None)?;
             clock.wait("the first dispatch")?;
             dispatched.check()?;
-            let y = self.with_part(true, |part| {
-                let got = part.got(buffer, &dispatched)?;
+            let outputs = self.with_part(true, |part| {
+                let got = part.got(buffer, &dispatched, self.scratch.rows.take())?;
                 part.check_dispatch(&got, round as u64)?;
-                Ok::<_, RankError>(part.experts(&got, round as u64))
+                let outputs = part.experts(&got, round as u64, self.scratch.outputs.take());
+                self.scratch.rows.replace(got.x);
+                Ok::<_, RankError>(outputs)
             })?;
             // As many rows as a dispatch without counts can deliver.
             let shape = [dispatched.rows(), self.job.values.hidden];
-            let y = self.memory.matrix(buffer, bytemuck::cast_slice(&y), DType::Bf16, shape)?;
+            let y = self.memory.matrix(buffer, bytemuck::cast_slice(&outputs), DType::Bf16, shape)?;
+            self.scratch.outputs.replace(outputs);
             if buffer.config().combine_inputs > 0 {
                 let mut input = buffer.combine_input()?;
                 copy_in(&mut input, &y, clock)?;
@@ -261,7 +287,12 @@ impl<'a> Calls<'a> {
         let round = (round % Self::ROUNDS) as u64;
         if let Some(dispatched) = left {
             dispatched.check()?;
-            self.with_part(true, |part| part.check_dispatch(&part.got(buffer, dispatched)?, round))?;
+            self.with_part(true, |part| {
+                let got = part.got(buffer, dispatched, self.scratch.rows.take())?;
+                part.check_dispatch(&got, round)?;
+                self.scratch.rows.replace(got.x);
+                Ok::<_, RankError>(())
+            })?;
         }
         if !matches!(operation, Operation::Dispatch | Operation::Cached) {
             let bytes = self.out.read(buffer)?;
@@ -433,7 +464,8 @@ mod tests {
         let bootstrap = thread_group(1, limit).unwrap().remove(0);
         let mut buffer = ElasticBuffer::with_config(job.config()).build(bootstrap).unwrap();
         let clock = Clock::new(&buffer, limit).unwrap();
-        let mut calls = Calls::new(&job, &buffer).unwrap();
+        let scratch = Scratch::default();
+        let mut calls = Calls::new(&job, &buffer, &scratch).unwrap();
         for operation in [Operation::Cached, Operation::Combine, Operation::Pulled, Operation::Pair] {
             let error = calls.time(&mut buffer, &clock, operation, 1, false).unwrap_err();
             assert!(matches!(error, RankError::Unprepared(_)), "{operation}: {error}");

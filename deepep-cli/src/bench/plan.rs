@@ -198,12 +198,12 @@ pub struct Selection {
 }
 
 impl Selection {
-    /// All settings, those of one shape and routing one after the other.
+    /// All settings, those of one shape, routing and number of multiprocessors one after the other.
     pub fn settings(&self) -> Vec<Setting> {
         let mut all: Vec<Setting> = Vec::new();
         let mut add = |shape: Shape, routing: Routes, tokens: &[usize], sms: &[Option<usize>]| {
-            for &tokens in tokens {
-                for &sms in sms {
+            for &sms in sms {
+                for &tokens in tokens {
                     for &dtype in &self.dtypes {
                         for &layout in &self.layouts {
                             let setting = Setting { shape, routing, tokens, dtype, layout, sms };
@@ -237,9 +237,9 @@ impl Selection {
         all
     }
 
-    /// Settings by shape and routing: [`settings`](Self::settings) in pieces.
+    /// Settings by shape, routing and multiprocessors: [`settings`](Self::settings) in pieces.
     pub fn sections(&self) -> Vec<Vec<Setting>> {
-        let same = |a: &Setting, b: &Setting| (a.shape, a.routing) == (b.shape, b.routing);
+        let same = |a: &Setting, b: &Setting| (a.shape, a.routing, a.sms) == (b.shape, b.routing, b.sms);
         self.settings().chunk_by(same).map(<[Setting]>::to_vec).collect()
     }
 }
@@ -267,7 +267,7 @@ mod tests {
     fn everything_with_everything() {
         let settings = selection().settings();
         assert_eq!(settings.len(), 2 * 3 * 2 * 2 * 2 * 2);
-        assert_eq!(selection().sections().len(), 4);
+        assert_eq!(selection().sections().len(), 2 * 2 * 2);
     }
 
     #[test]
@@ -278,9 +278,9 @@ mod tests {
         assert_eq!(selection.settings().len(), (3 + 3 + 1 + 1) * per);
         selection.trace = Some((Shape { hidden: 32, topk: 4, experts: 60 }, 9409));
         let sections = selection.sections();
-        assert_eq!(sections.len(), 4);
-        assert_eq!(sections[3].len(), per);
-        assert!(sections[3].iter().all(|s| s.routing == Routes::Trace && s.tokens == 9409));
+        // T, multiprocessors, routings; T of the other shape; the trace.
+        assert_eq!(sections.iter().map(Vec::len).collect::<Vec<_>>(), [3 * per, per, per, 3 * per, per]);
+        assert!(sections[4].iter().all(|s| s.routing == Routes::Trace && s.tokens == 9409));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::time::Duration;
 use deepep_core::layout::MAX_PACKET_TOKENS;
 use deepep_core::{BackendKind, Bootstrap, ElasticBuffer, Error};
 
-use super::calls::Calls;
+use super::calls::{Calls, Scratch};
 use super::clock::Clock;
 use super::plan::{Layout, Operation, Precision, Routes, Setting};
 use super::report::{Part, Samples};
@@ -156,11 +156,12 @@ impl Run {
         progress: impl Fn(usize),
     ) -> Vec<Part> {
         let bootstrap: Arc<dyn Bootstrap> = Arc::new(bootstrap);
+        let scratch = Scratch::default();
         let mut parts = Vec::new();
         for setting in settings {
             let operations = self.operations_of(setting, settings);
             let before = parts.len();
-            self.setting(&bootstrap, setting, &operations, &mut |part| {
+            self.setting(&bootstrap, setting, &operations, &scratch, &mut |part| {
                 parts.push(part);
                 progress(parts.len());
             });
@@ -175,6 +176,7 @@ impl Run {
         bootstrap: &Arc<dyn Bootstrap>,
         setting: &Setting,
         operations: &[Operation],
+        scratch: &Scratch,
         say: &mut dyn FnMut(Part),
     ) {
         let all = |part: Part, say: &mut dyn FnMut(Part)| operations.iter().for_each(|_| say(part.clone()));
@@ -194,7 +196,7 @@ impl Run {
             Err(error) => return all(Part::Failed(error.to_string()), say),
         };
         let fault = self.fault.filter(|fault| fault.rank == bootstrap.rank());
-        let (mut calls, clock) = match self.agree(bootstrap, self.ready(&job, &mut buffer, fault)) {
+        let (mut calls, clock) = match self.agree(bootstrap, self.ready(&job, &mut buffer, scratch, fault)) {
             Ok(ready) => ready,
             Err(part) => return all(part, say),
         };
@@ -237,10 +239,11 @@ impl Run {
         &self,
         job: &'a Job,
         buffer: &mut ElasticBuffer,
+        scratch: &'a Scratch,
         fault: Option<Fault>,
     ) -> Result<(Calls<'a>, Clock), RankError> {
         let clock = Clock::new(buffer, self.timeout)?;
-        let mut calls = Calls::new(job, buffer)?;
+        let mut calls = Calls::new(job, buffer, scratch)?;
         let prepared = calls
             .plant(buffer, &clock, fault.is_some_and(|fault| !fault.late))
             .and_then(|()| calls.prepare(buffer, &clock));

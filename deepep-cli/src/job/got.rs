@@ -1,6 +1,6 @@
 //! A dispatch's result, brought to the host.
 
-use deepep_core::device::read;
+use deepep_core::device::{read, read_into};
 use deepep_core::layout::Placement;
 use deepep_core::tensor::{DType, TensorRef};
 use deepep_core::{Counts, Dispatched, ElasticBuffer, Result};
@@ -29,11 +29,13 @@ pub(crate) struct Got {
 }
 
 impl Got {
+    /// `scratch` becomes the rows' memory.
     pub(crate) fn new(
         buffer: &ElasticBuffer,
         dispatched: &Dispatched,
         tokens: usize,
         rows: usize,
+        scratch: Vec<u8>,
     ) -> Result<Self> {
         let handle = dispatched.handle();
         let read = |view: TensorRef<'_>| read(buffer.device(), view);
@@ -58,7 +60,7 @@ impl Got {
             expert_starts: table(handle.expert_starts())?,
             expert_counts: table(handle.expert_counts())?,
             sources: table(handle.sources().first_rows(tokens))?,
-            x: read(dispatched.x().first_rows(rows))?,
+            x: read_into(buffer.device(), dispatched.x().first_rows(rows), scratch)?,
             scales: scales.map(|bytes| numbers(&bytes)),
             topk_idx: dispatched.topk_idx().map(ids).transpose()?,
             topk_weights: weights.map(|bytes| numbers(&bytes)),

@@ -65,9 +65,14 @@ impl<'a> Rank<'a> {
         self.job.timeout.saturating_mul(3)
     }
 
-    /// Copies what the oracle says has come.
-    pub(crate) fn got(&self, buffer: &ElasticBuffer, dispatched: &Dispatched) -> Result<Got, JobError> {
-        Ok(Got::new(buffer, dispatched, self.received.tokens.len(), self.rows())?)
+    /// Copies what the oracle says has come; rows into the memory of `scratch`.
+    pub(crate) fn got(
+        &self,
+        buffer: &ElasticBuffer,
+        dispatched: &Dispatched,
+        scratch: Vec<u8>,
+    ) -> Result<Got, JobError> {
+        Ok(Got::new(buffer, dispatched, self.received.tokens.len(), self.rows(), scratch)?)
     }
 
     /// Rows of the dispatch's result.
@@ -85,7 +90,7 @@ impl<'a> Rank<'a> {
         let job = self.job;
         self.memory.reset()?;
         let (dispatched, dispatch) = self.dispatch(buffer, round, cached)?;
-        let got = self.got(buffer, &dispatched)?;
+        let got = self.got(buffer, &dispatched, Vec::new())?;
         self.check_dispatch(&got, round)?;
         self.memory.reset()?;
         let combine = self.combine(buffer, &dispatched, &got, round)?;
@@ -175,8 +180,8 @@ impl<'a> Rank<'a> {
         let (job, n, hidden, topk) =
             (self.job, self.routing.tokens(), self.job.values.hidden, self.job.group.topk);
         let memory = &self.memory;
-        let y =
-            memory.matrix(buffer, &bytes(&self.experts(got, round)), DType::Bf16, [got.capacity, hidden])?;
+        let y = bytes(&self.experts(got, round, Vec::new()));
+        let y = memory.matrix(buffer, &y, DType::Bf16, [got.capacity, hidden])?;
         let returned = got.topk_weights.as_deref().unwrap_or_default();
         let columns = if job.expanded.is_some() { 1 } else { topk };
         let rows = if job.exact { returned.len() / columns } else { self.weight_rows(dispatched) };
@@ -273,17 +278,20 @@ impl<'a> Rank<'a> {
         bias
     }
 
-    /// The stand-in experts' outputs for the received rows.
-    pub(crate) fn experts(&self, got: &Got, round: u64) -> Vec<bf16> {
+    /// The stand-in experts' outputs for the received rows, in the memory of `y`.
+    pub(crate) fn experts(&self, got: &Got, round: u64, mut y: Vec<bf16>) -> Vec<bf16> {
         let (job, want, hidden) = (self.job, &self.received, self.job.values.hidden);
-        let mut y = vec![bf16::NAN; self.rows() * hidden];
+        y.resize(self.rows() * hidden, bf16::NAN);
         let size = job.values.row_bytes();
         on_rows(&mut y, hidden, job.group.ranks, |first, rows| {
             let mut numbers = vec![0.0; hidden];
             let mut sum = Vec::new();
             for (i, out) in rows.chunks_mut(hidden).enumerate() {
                 let row = first + i;
-                let Some((source, _)) = self.row_source(row) else { continue };
+                let Some((source, _)) = self.row_source(row) else {
+                    out.fill(bf16::NAN);
+                    continue;
+                };
                 // The row as it came; scales were compared already.
                 let scales = job.scales(round, source.rank, source.token);
                 job.values.decode(&got.x[row * size..][..size], &scales, &mut numbers);

@@ -27,7 +27,7 @@ use cuda_vmm::sys::{CUstream, CallError, Driver};
 use cuda_vmm::{Context, Cuda, Device, Grant, Granularity, Properties, SegmentedRange};
 use once_cell::sync::OnceCell;
 
-pub use self::read::read;
+pub use self::read::{read, read_into};
 use crate::backend::cuda::{Stream, Uncaptured, call_failed, capable, until};
 use crate::error::{Error, Result};
 use crate::left_behind;
@@ -109,8 +109,11 @@ impl DeviceMemory {
     #[doc(alias = "cuMemcpyHtoDAsync")]
     pub fn write(&self, offset: usize, bytes: &[u8]) -> Result<()> {
         let mut to = self.part(offset, bytes.len())?;
+        let mut from = Vec::new();
         for piece in bytes.chunks(PIECE) {
-            self.copy(piece.to_vec(), "writing", piece.len(), |driver, from, stream| {
+            from.clear();
+            from.extend_from_slice(piece);
+            from = self.copy(from, "writing", piece.len(), |driver, from, stream| {
                 // SAFETY: the part lies inside the memory; `from` has as many bytes, and stays until the copy has run.
                 unsafe { driver.cuMemcpyHtoDAsync(to, from.as_ptr().cast(), piece.len(), stream) }
             })?;
@@ -126,9 +129,11 @@ impl DeviceMemory {
     #[doc(alias = "cuMemcpyDtoHAsync")]
     pub fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<()> {
         let mut from = self.part(offset, bytes.len())?;
+        let mut read = Vec::new();
         for piece in bytes.chunks_mut(PIECE) {
             let length = piece.len();
-            let read = self.copy(vec![0; length], "reading", length, |driver, to, stream| {
+            read.resize(length, 0);
+            read = self.copy(read, "reading", length, |driver, to, stream| {
                 // SAFETY: the part lies inside the memory; `to` has as many bytes, and stays until the copy has run.
                 unsafe { driver.cuMemcpyDtoHAsync(to.as_mut_ptr().cast(), from, length, stream) }
             })?;

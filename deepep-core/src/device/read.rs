@@ -18,15 +18,26 @@ use crate::tensor::{Extent, Space, TensorRef};
 /// view was given to, its memory stays until they have run.
 #[doc(alias = "cuMemcpyDtoHAsync")]
 pub fn read(device: &Device, view: TensorRef<'_>) -> Result<Vec<u8>> {
+    read_into(device, view, Vec::new())
+}
+
+/// As [`read`], with a vector whose contents go and whose memory is used again: the pages of new memory take longer than a copy. After an error it is gone.
+///
+/// # Errors
+/// As [`read`].
+#[doc(alias = "cuMemcpyDtoHAsync")]
+pub fn read_into(device: &Device, view: TensorRef<'_>, mut bytes: Vec<u8>) -> Result<Vec<u8>> {
     if view.bytes() == 0 {
-        return Ok(Vec::new());
+        bytes.clear();
+        return Ok(bytes);
     }
     require_device("view", &view, Some(device.ordinal()))?;
     let pieces = Pieces::of(&view);
     let bytes = match view.space() {
-        Space::Device => download(device, &view, pieces)?,
+        Space::Device => download(device, &view, pieces, bytes)?,
         Space::Host => {
-            let mut bytes = Vec::with_capacity(view.bytes());
+            bytes.clear();
+            bytes.reserve_exact(view.bytes());
             for address in pieces.addresses(&view) {
                 // SAFETY: the view promises that the CPU can read every element, for as long as the view is borrowed; a piece has nothing but
                 // elements.
@@ -84,8 +95,9 @@ fn transposed(bytes: &[u8], [rows, columns]: [usize; 2], size: usize) -> Vec<u8>
     places.flat_map(|place| &bytes[place..place + size]).copied().collect()
 }
 
-fn download(device: &Device, view: &Extent, pieces: Pieces) -> Result<Vec<u8>> {
+fn download(device: &Device, view: &Extent, pieces: Pieces, mut bytes: Vec<u8>) -> Result<Vec<u8>> {
     let length = view.bytes();
+    bytes.resize(length, 0);
     let context = device.primary_context()?;
     let stream = Stream::new(&context)?;
     let what = format!("reading {length} bytes of device memory");
@@ -93,7 +105,7 @@ fn download(device: &Device, view: &Extent, pieces: Pieces) -> Result<Vec<u8>> {
     copied(
         &context,
         &stream,
-        vec![0; length],
+        bytes,
         &what,
         PATIENCE,
         || (),
@@ -125,6 +137,11 @@ mod tests {
             let got = read(device, columns).unwrap();
             assert_eq!(got[4..8], 4_i32.to_ne_bytes());
             assert_eq!(read(device, TensorRef::matrix(&data, 3, 4).unwrap().first_rows(0)).unwrap(), []);
+            // What a vector held goes.
+            let again = read_into(device, columns, vec![9; 100]).unwrap();
+            assert_eq!(again, got);
+            let none = TensorRef::matrix(&data, 3, 4).unwrap().first_rows(0);
+            assert_eq!(read_into(device, none, again).unwrap(), []);
         });
     }
 
@@ -151,7 +168,11 @@ mod tests {
             for (address, shape, strides, expected) in views {
                 // SAFETY: every element lies in one of the memories; no operation gets the view.
                 let view = unsafe { TensorRef::from_raw(address, Space::Device, DType::U8, shape, strides) };
-                assert_eq!(read(device, view.unwrap()).unwrap(), expected, "{shape:?} {strides:?}");
+                let view = view.unwrap();
+                assert_eq!(read(device, view).unwrap(), expected, "{shape:?} {strides:?}");
+                for before in [Vec::new(), vec![9; 3], vec![9; 100]] {
+                    assert_eq!(read_into(device, view, before).unwrap(), expected, "{shape:?} {strides:?}");
+                }
             }
             // SAFETY: no operation gets the view, and only the emulator looks at it.
             let hole =

@@ -91,6 +91,10 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         report.machine = Machine::find(plan.cuda);
         // A run that is killed leaves what it has.
         save(arguments, &report, quiet)?;
+        if bar.is_hidden() && !quiet {
+            let (parts, seconds) = (plan.sections.len(), bar.elapsed().as_secs());
+            eprintln!("part {} of {parts} measured, {seconds} s", number + 1);
+        }
     }
     bar.finish_and_clear();
     save(arguments, &report, quiet)?;

@@ -96,12 +96,12 @@ def deepep_environment(site, folder):
     environment |= {
         "EP_DISABLE_GIN": "1",
         "EP_NCCL_ROOT_DIR": str(nccl),
-        "EP_JIT_CACHE_DIR": str(folder / "jit"),
         "LD_PRELOAD": str(nccl / "lib/libnccl.so.2"),
         "LD_LIBRARY_PATH": f"{torch}/nvidia/nvshmem/lib:" + os.environ.get("LD_LIBRARY_PATH", ""),
         "PYTHONPATH": f"{site}:" + os.environ.get("PYTHONPATH", ""),
     }
     environment.setdefault("CUDA_HOME", "/usr/local/cuda")
+    environment.setdefault("EP_JIT_CACHE_DIR", str(folder / "jit"))
     return environment
 
 

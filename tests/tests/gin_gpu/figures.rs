@@ -28,6 +28,24 @@ fn figures_over_tcp() {
     measured("figures::figures_over_tcp", &[("NCCL_GIN_SOFT_TCP", "1")]);
 }
 
+/// Round trips alone, often: what changes with the machine's other work.
+#[test]
+fn round_trips_alone() {
+    let test = "figures::round_trips_alone";
+    if role(test).is_none() && std::env::var_os("GIN_FIGURES").is_none() {
+        return skipped(test, "GIN_FIGURES=1 is not set");
+    }
+    ranks(test, SHAPE, &[], |rank, board| {
+        let world = World::new(rank, SHAPE, board);
+        round_trips(&world, 8, &|text| {
+            if rank == 0 {
+                eprintln!("gin NCCL {}, {text}", world.nccl.version());
+            }
+        });
+        world.close();
+    });
+}
+
 /// What the driver's calls take alone, which all else is made of.
 #[test]
 fn driver_calls() {
@@ -61,7 +79,7 @@ fn a_crowded_gpu() {
 
 fn measure(rank: usize, board: Board) {
     let world = World::new(rank, SHAPE, board);
-    let (w, strict) = (world.window.as_raw() as u64, world.strict.as_raw() as u64);
+    let w = world.window.as_raw() as u64;
     let (src, dst, report) = (SRC as u64, DST as u64, world.gpu.report());
     let run = |what: &str, name: &str, grid: u32, block: u32, arguments: &mut [*mut std::ffi::c_void]| {
         let nanoseconds = world.gpu.run(what, name, grid, block, &mut with_dev(&world, arguments));
@@ -80,41 +98,7 @@ fn measure(rank: usize, board: Board) {
     let route = if SHAPE.shares() { "inside the GPU that both ranks share" } else { "between the GPUs" };
     tell(format!("copy engine, 64 MiB {route}: {rate:.1} GB/s"));
 
-    let modes = [
-        "8-byte put with signal",
-        "8-byte value with signal",
-        "signal",
-        "8-byte put with signal at an address",
-    ];
-    let mut base = [0u64; 4];
-    // As many as take a second: that depends on whether the ranks share a GPU.
-    let (mut count, mut longest) = (10i32, 0);
-    for repeat in 0..4 {
-        for (mode, name) in modes.into_iter().enumerate() {
-            let mut arguments = arguments![
-                0i32,
-                w,
-                strict,
-                src,
-                dst,
-                8192u64,
-                11 + mode as u32,
-                base[mode],
-                count,
-                mode as i32,
-                report
-            ];
-            let time = run(name, "ping_pong", 1, 1, &mut arguments);
-            base[mode] += (count + count / 10 + 1) as u64;
-            if repeat > 1 {
-                tell(format!("round trip, {name}: {:.2} us", time / 1e3 / f64::from(count)));
-            }
-            if repeat == 0 && mode == 0 {
-                longest = agree(&world, (1e9 * f64::from(count) / time) as u64).clamp(20, 1000) as i32;
-            }
-        }
-        count = longest;
-    }
+    let longest = round_trips(&world, 2, &tell);
     let mut sent = [0u64; 4];
     for n in [8usize, 4096, 65_536, MIB, 8 * MIB, 32 * MIB] {
         let count = (512 * MIB / n).clamp(16, 2000) as i32;
@@ -175,6 +159,48 @@ fn measure(rank: usize, board: Board) {
     }
     crowded(&world, longest.min(200), &tell);
     world.close();
+}
+
+/// Round trips of each kind, told `repeats` times. Returns how many make a second.
+fn round_trips(world: &World, repeats: usize, tell: &impl Fn(String)) -> i32 {
+    let (w, strict) = (world.window.as_raw() as u64, world.strict.as_raw() as u64);
+    let modes = [
+        "8-byte put with signal",
+        "8-byte value with signal",
+        "signal",
+        "8-byte put with signal at an address",
+    ];
+    let mut base = [0u64; 4];
+    // As many as take a second: that depends on whether the ranks share a GPU.
+    let (mut count, mut longest) = (10i32, 0);
+    for repeat in 0..repeats + 2 {
+        for (mode, name) in modes.into_iter().enumerate() {
+            let mut arguments = arguments![
+                0i32,
+                w,
+                strict,
+                SRC as u64,
+                DST as u64,
+                8192u64,
+                11 + mode as u32,
+                base[mode],
+                count,
+                mode as i32,
+                world.gpu.report()
+            ];
+            let time = world.gpu.run(name, "ping_pong", 1, 1, &mut with_dev(world, &mut arguments)) as f64;
+            world.meet();
+            base[mode] += (count + count / 10 + 1) as u64;
+            if repeat > 1 {
+                tell(format!("round trip, {name}: {:.2} us", time / 1e3 / f64::from(count)));
+            }
+            if repeat == 0 && mode == 0 {
+                longest = agree(world, (1e9 * f64::from(count) / time) as u64).clamp(20, 1000) as i32;
+            }
+        }
+        count = longest;
+    }
+    longest
 }
 
 /// Rank 0's number, on all ranks.

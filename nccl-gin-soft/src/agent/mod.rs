@@ -143,6 +143,7 @@ impl Agent {
             let mut held = false;
             for queue in &mut self.queues {
                 if queue.is_empty() {
+                    queue.settle(&comm.inbound);
                     continue;
                 }
                 if queue.may_flush(&comm.inbound) {
@@ -242,7 +243,7 @@ impl Agent {
     }
 
     fn execute(&mut self, rank: usize, sequence: u64, command: &Command) -> Result<()> {
-        let comm = Arc::clone(&self.comm);
+        let comm = &*self.comm;
         let channel = &comm.inbound[rank];
         let stream = usize::from(command.stream);
         let lost = |what: &str| Error::Protocol {
@@ -287,10 +288,10 @@ impl Agent {
                 }
                 let queue = &mut self.queues[stream];
                 if pageable || queue.adds_to(to, command.size) {
-                    queue.flush(&comm, &mut self.adder)?;
+                    queue.flush(comm, &mut self.adder)?;
                 }
                 if pageable {
-                    self.adder.reach(&comm, &queue.stream)?;
+                    self.adder.reach(comm, &queue.stream)?;
                 }
                 if pageable && command.kind == Kind::Inline {
                     let bytes = channel.inline(sequence, command.size);
@@ -316,8 +317,8 @@ impl Agent {
                     if let Some(other) = shadow.other_stream(stream) {
                         // NCCL gives each context signals of its own. If two share one all the same, the older value must not come last.
                         let queue = &mut self.queues[other];
-                        queue.flush(&comm, &mut self.adder)?;
-                        self.adder.reach(&comm, &queue.stream)?;
+                        queue.flush(comm, &mut self.adder)?;
+                        self.adder.reach(comm, &queue.stream)?;
                     }
                     self.queues[stream].signal(word, shadow.add(command.add, stream));
                 }
@@ -329,8 +330,9 @@ impl Agent {
         }
         let queue = &mut self.queues[stream];
         queue.done(rank, channel.done_device(stream), sequence + 1);
-        if queue.is_full() {
-            queue.flush(&comm, &mut self.adder)?;
+        // One that comes alone is not kept waiting by a look for more.
+        if queue.is_full() || queue.is_settled() {
+            queue.flush(comm, &mut self.adder)?;
         }
         Ok(())
     }

@@ -3,6 +3,9 @@
 //! A batch becomes: all copies, then values, then signals, then the words that report what is done. Signals and reports are absolute values, so that
 //! several on one word need one write. While two batches are under way the next one collects: one command alone costs the GPU
 //! about twice as much as one of a batch, and with fewer under way nothing would be gained by waiting.
+//!
+//! The GPU starts when a call of the driver ends, and each word makes the call longer. So where nothing is under way that the stream would
+//! wait for, signals go in a call of their own, and the reports, which nobody waits for as urgently, in the next.
 
 use super::adds::Adder;
 use crate::comm::Comm;
@@ -100,9 +103,26 @@ impl Queue {
 
     /// Whether fewer than two batches are under way.
     pub(crate) fn may_flush(&self, inbound: &[Arc<Channel>]) -> bool {
-        self.running[0].is_none_or(|(rank, sequence)| {
+        self.is_reached(self.running[0], inbound)
+    }
+
+    fn is_reached(&self, marker: Marker, inbound: &[Arc<Channel>]) -> bool {
+        marker.is_none_or(|(rank, sequence)| {
             inbound[rank].done(self.index_of_marker).load(Ordering::Acquire) >= sequence
         })
+    }
+
+    /// Looks whether all batches are done. In a turn without work: the words that tell it come from memory, as the GPU wrote them, and who has
+    /// a command in hand does not wait for them then.
+    pub(crate) fn settle(&mut self, inbound: &[Arc<Channel>]) {
+        if self.running[1].is_some() && self.is_reached(self.running[1], inbound) {
+            self.running = [None; 2];
+        }
+    }
+
+    /// Whether nothing was under way when that was last looked at.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.running[1].is_none()
     }
 
     /// Whether one of the words that are to be added to is among these bytes: the batch must be handed over before they are written.
@@ -179,6 +199,7 @@ impl Queue {
         if self.is_empty() {
             return Ok(());
         }
+        let alone = self.is_settled() && self.copies.is_empty();
         self.stream.copy(&mut self.copies)?;
         if !self.adds.is_empty() {
             self.stream.write(&mut self.values)?;
@@ -186,6 +207,9 @@ impl Queue {
         }
         let mut words = std::mem::take(&mut self.values);
         words.append(&mut self.signals);
+        if alone {
+            self.stream.write(&mut words)?;
+        }
         words.append(&mut self.dones);
         self.stream.write(&mut words)?;
         self.values = words;

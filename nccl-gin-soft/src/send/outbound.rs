@@ -44,14 +44,20 @@ pub(crate) struct Pump<'a> {
 }
 
 struct State {
+    /// Sequence number that comes after all operations that were accepted.
+    end: u64,
+    slots: Slots,
+    /// Operations that are not, or not all, in the ring.
+    waiting: VecDeque<Operation>,
+}
+
+/// What is in the ring.
+struct Slots {
     /// Sequence number of the next command to be posted.
     next: u64,
-    /// The one that comes after all that wait.
-    end: u64,
     /// Stream of the command that was last put into each slot.
     streams: Vec<u8>,
     places: Places,
-    waiting: VecDeque<Operation>,
 }
 
 /// The sender's end of a ring.
@@ -64,13 +70,8 @@ pub(crate) struct Outbound {
 
 impl Outbound {
     pub(crate) fn new(channel: Arc<Channel>) -> Self {
-        let state = State {
-            next: 0,
-            end: 0,
-            streams: vec![0; SLOTS as usize],
-            places: Places::default(),
-            waiting: VecDeque::with_capacity(64),
-        };
+        let slots = Slots { next: 0, streams: vec![0; SLOTS as usize], places: Places::default() };
+        let state = State { end: 0, slots, waiting: VecDeque::with_capacity(64) };
         Self { channel, state: Line(Mutex::new(state)), waiting: Line::default() }
     }
 
@@ -84,28 +85,37 @@ impl Outbound {
     }
 
     /// Accepts an operation. Returns the sequence number that its stream will have passed when it is done, and whether the agent has to do something.
-    pub(crate) fn submit(&self, operation: Operation) -> Result<(u64, bool)> {
+    pub(crate) fn submit(&self, mut operation: Operation) -> Result<(u64, bool)> {
         let mut state = self.lock();
         state.end += operation.commands();
-        let end = state.end;
-        state.waiting.push_back(operation);
-        let posted = self.post(&mut state, None)?;
-        Ok((end, self.finish(&state, posted)))
+        let (end, first) = (state.end, state.slots.next);
+        // Mostly nothing waits, and there is room.
+        if !state.waiting.is_empty() || !self.post(&mut state.slots, &mut operation, &mut None)? {
+            state.waiting.push_back(operation);
+            self.post_waiting(&mut state, &mut None)?;
+        }
+        Ok((end, self.finish(&state, first)))
     }
 
     /// Posts what can be posted by now. Only the agent can stage. Returns how many commands that were, and whether the agent has to do something.
-    pub(crate) fn pump(&self, agent: Option<Pump<'_>>) -> Result<(u64, bool)> {
+    pub(crate) fn pump(&self, mut agent: Option<Pump<'_>>) -> Result<(u64, bool)> {
         let mut state = self.lock();
-        let posted = self.post(&mut state, agent)?;
-        Ok((posted, self.finish(&state, posted)))
+        let first = state.slots.next;
+        self.post_waiting(&mut state, &mut agent)?;
+        if let Some(agent) = agent {
+            agent.stream.copy(agent.copies)?;
+            agent.stream.write(agent.words)?;
+        }
+        Ok((state.slots.next - first, self.finish(&state, first)))
     }
 
-    fn finish(&self, state: &State, posted: u64) -> bool {
+    /// What was posted from `first` on is made known.
+    fn finish(&self, state: &State, first: u64) -> bool {
         // Written by who holds the lock only. Mostly it is 0 and stays so: then the agent's copy of the line is left alone.
         if self.waiting.load(Ordering::Relaxed) != state.waiting.len() {
             self.waiting.store(state.waiting.len(), Ordering::Release);
         }
-        if posted > 0 {
+        if state.slots.next > first {
             self.channel.ring_bell();
         }
         state.waiting.front().is_some_and(|one| one.command.kind == Kind::Staged)
@@ -117,12 +127,27 @@ impl Outbound {
         self.channel.done(stream).load(Ordering::Acquire) > sequence
     }
 
-    fn post(&self, state: &mut State, mut agent: Option<Pump<'_>>) -> Result<u64> {
-        let first = state.next;
+    fn post_waiting(&self, state: &mut State, agent: &mut Option<Pump<'_>>) -> Result<()> {
         while let Some(operation) = state.waiting.front_mut() {
-            let sequence = state.next;
-            if sequence >= SLOTS && !self.is_done(&state.streams, sequence - SLOTS) {
+            if !self.post(&mut state.slots, operation, agent)? {
                 break;
+            }
+            state.waiting.pop_front();
+        }
+        Ok(())
+    }
+
+    /// Posts the commands of an operation, as far as there is room. Returns whether that were all.
+    fn post(
+        &self,
+        slots: &mut Slots,
+        operation: &mut Operation,
+        agent: &mut Option<Pump<'_>>,
+    ) -> Result<bool> {
+        loop {
+            let sequence = slots.next;
+            if sequence >= SLOTS && !self.is_done(&slots.streams, sequence - SLOTS) {
+                return Ok(false);
             }
             let left = operation.command.size - operation.posted;
             let size = left.min(operation.piece());
@@ -139,28 +164,23 @@ impl Outbound {
             match command.kind {
                 Kind::Inline => fill_inline(&mut command, operation.source.as_ref(), operation.posted)?,
                 Kind::Staged => {
-                    let Some(agent) = &mut agent else { break };
-                    let streams = &state.streams;
-                    state.places.reclaim(|done| self.is_done(streams, done));
-                    let Some(offset) = state.places.take(sequence, size) else { break };
+                    let Some(agent) = agent else { return Ok(false) };
+                    let streams = &slots.streams;
+                    slots.places.reclaim(|done| self.is_done(streams, done));
+                    let Some(offset) = slots.places.take(sequence, size) else { return Ok(false) };
                     command.from = (crate::ring::NONE, offset);
                     self.stage(sequence, offset, operation, size, agent)?;
                 }
                 _ => {}
             }
             operation.posted += size;
-            state.streams[(sequence % SLOTS) as usize] = command.stream;
+            slots.streams[(sequence % SLOTS) as usize] = command.stream;
             self.channel.post(sequence, &command);
-            state.next += 1;
+            slots.next += 1;
             if last {
-                state.waiting.pop_front();
+                return Ok(true);
             }
         }
-        if let Some(agent) = agent {
-            agent.stream.copy(agent.copies)?;
-            agent.stream.write(agent.words)?;
-        }
-        Ok(state.next - first)
     }
 
     /// Starts the copy of one piece into the staging memory; the GPU marks the slot when it is there.

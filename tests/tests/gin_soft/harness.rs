@@ -86,6 +86,17 @@ impl Rank {
         rank
     }
 
+    /// The same rank once more, for a second connection of its process: with a board of its own. All ranks ask for it.
+    pub fn twin(&self) -> Self {
+        let path = PathBuf::from(std::env::var_os(BOARD).expect("the board's path")).with_extension("twin");
+        if self.rank == 0 {
+            Board::create(&path);
+        }
+        self.barrier();
+        let (board, driver) = (Board::open(&path), self.driver.clone());
+        Self { rank: self.rank, ranks: self.ranks, board, emulator: self.emulator.clone(), driver }
+    }
+
     /// Makes this rank's context current on the calling thread.
     pub fn enter(&self) {
         let mut context = null_mut();

@@ -1,5 +1,6 @@
 //! nccl-gin-soft without NCCL and without a GPU: its tables are driven as NCCL drives them, on memory of the software driver, between real processes.
 
+mod batches;
 mod board;
 mod delays;
 mod failures;
@@ -11,4 +12,5 @@ mod namespaces;
 mod order;
 mod suite;
 mod teardown;
+mod threads;
 mod wire;

@@ -16,7 +16,7 @@ fn all_operations_inside_a_host() {
 
 #[test]
 fn all_operations_with_delays() {
-    ranks("suite::all_operations_with_delays", 3, &[DELAYED], all_operations);
+    ranks("suite::all_operations_with_delays", 4, &[DELAYED], all_operations);
 }
 
 #[test]

@@ -101,6 +101,7 @@ for i in "${!nccls[@]}"; do
     tests "killed-$i" 30 "NCCL_GIN_LIBRARY=${nccls[i]}" test/gin_gpu failures::a_killed_rank --exact
     tests "four-$i" 40 "NCCL_GIN_LIBRARY=${nccls[i]}" test/gin_gpu suite::four_ranks_as_two_nodes --exact
     tests "eight-$i" 60 "NCCL_GIN_LIBRARY=${nccls[i]}" test/gin_gpu suite::eight_ranks_as_two_nodes --exact
+    tests "rails-$i" 40 "NCCL_GIN_LIBRARY=${nccls[i]}" test/gin_gpu suite::four_ranks_on_rails --exact
     tests "figures-$i" 40 "NCCL_GIN_LIBRARY=${nccls[i]}" GIN_FIGURES=1 test/gin_gpu figures::figures --exact
 done
 

@@ -49,6 +49,18 @@ __device__ inline bool reached(Seen seen, u64 least, u64* report) {
   }
 }
 
+// The same for an indexed signal: where NCCL's own wait has a time limit, by that.
+__device__ inline bool signalled(const ncclGin& gin, unsigned signal, u64 least, u64* report) {
+#if NCCL_VERSION_CODE >= 23200
+  constexpr u64 kCycles = 2 * kDeadline;
+  if (gin.waitSignal(ncclCoopThread(), signal, least, 64, cuda::memory_order_acquire, kCycles) == ncclSuccess) return true;
+  atomicAdd(&report[1], 1ull);
+  return false;
+#else
+  return reached([&] { return gin.readSignal(signal); }, least, report);
+#endif
+}
+
 // The same for a whole block.
 template <typename Seen>
 __device__ inline bool reached_by_all(Seen seen, u64 least, u64* report) {
@@ -311,7 +323,7 @@ __device__ inline void ping_pong_of(const ncclDevComm& dc, int context, ncclWind
       } else if (mode == 3) {
         if (!reached([&] { return gin.readSignal(strict, word); }, base + i + 1, report)) return;
       } else {
-        if (!reached([&] { return gin.readSignal(signal); }, base + i + 1, report)) return;
+        if (!signalled(gin, signal, base + i + 1, report)) return;
       }
     }
   }

@@ -5,8 +5,8 @@
 // Who waits: whoever needs the bytes, for every packet of them.
 // Why a set is not overwritten early: before it writes in epoch e a rank has acquired `begun` ≥ e − 1 of the receiver, whose kernel e − 2, the last
 //   reader of the set, has therefore ended.
-// Why no old tag passes: tags repeat after 65535 epochs, and every call zeroes one slot of each rank in the set that it has read, in turn: a slot that is
-//   not used is zeroed within 2 · max_tokens epochs.
+// Why no old tag passes: tags repeat after 65535 epochs, and calls zero the slots of the set that they have read, one token of each rank a call,
+//   in turn: a slot that is not used is zeroed within 2 · MAX_PACKET_TOKENS epochs.
 #pragma once
 #include "arch/packet.cuh"
 #include "comm/begun.cuh"
@@ -149,8 +149,8 @@ struct Packets {
             return v.w == epoch;
         });
     }
-    // The token whose slots this call zeroes.
-    DEVICE u32 scrubbed() const { return (epoch >> 1) % area.max_tokens; }
+    // The token whose slots this call zeroes, if there is one of this number.
+    DEVICE u32 scrubbed() const { return (epoch >> 1) % MAX_PACKET_TOKENS; }
     // By the warp that has read `count` packets from `first` on of piece g of each lane, share `part` of `parts` of a row: what it has read, and its share of
     // what rows of this size leave.
     DEVICE void scrub(Vec16* slot, u64 stride, u32 first, u32 count, u32 groups, u32 g, u32 part, u32 parts) const {

@@ -9,7 +9,8 @@ use super::params::{
 };
 use super::sizes::PacketSizes;
 use crate::layout::{
-    COLLECTIVE_BLOCKS, CountsLayout, GROUP_BYTES, GROUP_PACKETS, IndexWidth, MAX_BLOCKS, MAX_RANKS,
+    COLLECTIVE_BLOCKS, CountsLayout, GROUP_BYTES, GROUP_PACKETS, IndexWidth, MAX_BLOCKS, MAX_PACKET_TOKENS,
+    MAX_RANKS,
     MAX_SENDERS, MAX_TOPK, Operation, PACKET_BYTES, Phase, Placement, REGION_ALIGNMENT, RecordKind,
     STATUS_RECORD_BYTES, StatusRecord, Ticket, WorkspaceLayout,
 };
@@ -313,6 +314,7 @@ impl Program {
             ("PACKET_CONTROL_BYTES", PACKET_CONTROL_BYTES),
             ("FEW_TOKENS", PACKET_FEW_TOKENS),
             ("PACKET_BYTES", PACKET_BYTES),
+            ("MAX_PACKET_TOKENS", MAX_PACKET_TOKENS),
             ("GROUP_PACKETS", GROUP_PACKETS),
             ("GROUP_BYTES", GROUP_BYTES),
         ];

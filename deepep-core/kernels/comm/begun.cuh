@@ -1,8 +1,7 @@
 // Words in which a rank tells its peers that its kernel of an epoch has started, and with what call: epoch << 32 | digest of the call.
 //
-// Who writes: one block, near the start of a kernel, one word for each parity of the epoch. Who waits: whoever is about to write to that rank, for an earlier epoch
-// (then the rank's kernels before that one have ended); and one warp of every rank, for the epoch itself, to compare the digests. A rank
-// that is two calls ahead has put a newer word there, and nothing is compared.
+// Who writes: one block, near the start of a kernel, one word for each parity of the epoch. Who waits: one warp of every rank, for the epoch itself, to compare the
+// digests; then the peers' kernels before that one have ended. A rank that is two calls ahead has put a newer word there, and nothing is compared.
 #pragma once
 #include "comm/wait.cuh"
 

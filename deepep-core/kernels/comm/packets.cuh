@@ -3,8 +3,8 @@
 // Who writes: rank s, into its slots at every rank, in the set of the epoch's parity. A packet of a row is 14 bytes and a tag of 16 bits that
 //   depends on the epoch; other packets are three words and the epoch.
 // Who waits: whoever needs the bytes, for every packet of them.
-// Why a set is not overwritten early: before it writes in epoch e a rank has acquired `begun` ≥ e − 1 of the receiver, whose kernel e − 2, the last
-//   reader of the set, has therefore ended.
+// Why a set is not overwritten early: before its kernel e − 1 ended a rank has acquired `begun` ≥ e − 1 of the receiver, whose kernel e − 2, the last
+//   reader of the set, has therefore ended. So kernel e writes without asking.
 // Why no old tag passes: tags repeat after 65535 epochs, and calls zero the slots of the set that they have read, one token of each rank a call,
 //   in turn: a slot that is not used is zeroed within 2 · MAX_PACKET_TOKENS epochs.
 #pragma once
@@ -44,31 +44,6 @@ struct First {
         : count(arch::ld_received(packet_counter(d, kind, blockIdx.x))), abort(arch::ld_relaxed_sys(cell64(d, d.rank, d.abort))) {}
     DEVICE u32 epoch() const { return count + 1; }
     DEVICE bool broken() const { return abort != 0; }
-};
-
-// The words in which peers have told that their kernels have started, as one warp sees them: those of both parities, since the epoch is not known
-// yet. What was loaded before is on its way meanwhile.
-struct Permission {
-    u64 word = 0;
-
-    DEVICE static u32 peer() { return threadIdx.x % MAX_RANKS; }
-    DEVICE static u32 parity() { return threadIdx.x % 32 / MAX_RANKS; }
-    DEVICE static bool asks(const Domain& d) { return peer() < RANKS && peer() != d.rank && parity() < 2; }
-
-    DEVICE void ask(const Begun& begun) {
-        if (asks(begun.d)) word = arch::ld_acquire_sys(begun.cell(begun.d.rank, peer(), parity()));
-    }
-    // Waits until the slots of `begun.epoch` may be written at every peer. False if a peer does not come. Whole warp.
-    DEVICE bool wait(const Begun& begun) {
-        const u32 of = begun.epoch - 1;
-        const bool mine = asks(begun.d) && parity() == (of & 1);
-        bool ok = true;
-        if (mine && (i32)(cell_epoch(word) - of) < 0) ok = begun.wait(peer(), of, word);
-        ok = warp::all(ok);
-        // Other lanes write, after what these have acquired.
-        warp::sync();
-        return ok;
-    }
 };
 
 struct Packets {

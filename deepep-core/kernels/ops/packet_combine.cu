@@ -1,9 +1,9 @@
 // Combine of a small batch, in one kernel without a barrier between the ranks. The protocol is docs/protocol.md, section 8.
 //
 // Who writes: for each token that it has received from a peer a rank sums its rows and writes the sum in packets (comm/packets.cuh) to the peer,
-//   and the weights of its lanes. Who waits: senders for `begun`; the warps that sum a token for its packets. Half of the warps send,
-//   the others sum; nobody waits for those.
-// What costs time is one thing after the other: epoch, permission and the numbers of the first rows are read at once.
+//   and the weights of its lanes. Who waits: the warps that sum a token for its packets; and one of all, when it has nothing else
+//   to do, for `begun`, so that the next kernel may write. Half of the warps send, the others sum; nobody waits for those.
+// What costs time is one thing after the other: epoch and the numbers of the first rows are read at once.
 #include "arch/launch.cuh"
 #include "ops/packets/back.cuh"
 
@@ -18,7 +18,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_packet_combine(c
     const u32 role = sends ? b.warp : b.warp - SENDERS;
     Returned returned(b);
     Result result(b);
-    Permission permission;
     bool ok = true;
 #pragma unroll 1
     for (Item item(role, sends ? SENDERS : REDUCERS);; item.next()) {
@@ -27,7 +26,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_packet_combine(c
         if (item.first()) {
             // Behind the others: what is computed of the epoch must not be waited for before they are on their way.
             const First first(b.d, PACKETS_COMBINE);
-            permission.ask(b.begun());
             b.packets.open(first.epoch());
             // Every warp has read the epoch.
             ok = !__syncthreads_or(first.broken());
@@ -37,7 +35,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_packet_combine(c
             if (ok && b.clerk() && b.warp == WARPS - 1) b.begun().tell(b.lane);
         }
         if (!ok || !(sends ? returned.some : result.some)) break;
-        ok = sends ? returned.send(permission) : result.finish();
+        if (sends) returned.send();
+        else ok = result.finish();
         MARK_IF(sends && item.first(), b.d, PC_SENT_FIRST);
         MARK_IF(sends, b.d, PC_SENT_LAST);
         MARK_IF(!sends && item.first(), b.d, PC_WRITTEN_FIRST);

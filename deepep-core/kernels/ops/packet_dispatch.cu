@@ -3,10 +3,10 @@
 // Who writes: for each of its tokens a rank writes ids and weights to every rank, itself included, and the row to every rank that needs it; all in
 //   packets (comm/packets.cuh). From the ids of all tokens every block knows every position. Results and tables are written by
 //   their owner only.
-// Who waits: senders for `begun`; every block for the ids of all tokens; the warps that place a row for its packets. Nothing is
-//   sent after a wait for anything but `begun`, so that ranks can't block each other. All blocks are resident at once.
-// What costs time is one thing after the other. So a warp has all that it reads on its way before it looks at any of it: epoch, rows and ids,
-//   the permission to write. Rows are looked for once the ids are there, and have time until positions are known.
+// Who waits: every block for the ids of all tokens; the warps that place a row for its packets; one warp of all, at the end, for `begun`, so that the next
+//   kernel may write. Nothing is sent after a wait, so that ranks can't block each other. All blocks are resident at once.
+// What costs time is one thing after the other. So a warp has all that it reads on its way before it looks at any of it: epoch and ids. Rows are looked
+//   for once the ids are there, and have time until positions are known.
 #include "arch/launch.cuh"
 #include "ops/packets/place.cuh"
 
@@ -24,8 +24,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
     Ids ids(b);
     if (last) ids.load(blockIdx.x);
     const First first(b.d, PACKETS_DISPATCH);
-    Permission permission;
-    permission.ask(b.begun());
     b.clear();
     __syncthreads();
     b.packets.open(first.epoch());
@@ -33,8 +31,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
     bool ok = !warp::any(first.broken());
     MARK(b.d, PD_EPOCH);
     if (!ok && b.lane == 0) give_up(b.d, {OPERATION_DISPATCH, 0, b.packets.epoch, b.me, 0}, false, 0, 0, 0);
-    if (ok) ok = permission.wait(b.begun());
-    MARK(b.d, PD_PERMITTED);
     if (ok && last) {
         if (b.clerk()) send_head(b);
 #pragma unroll 1
@@ -86,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
         if (gaps && b.control.over == RANKS)
             zero_gaps(b.p, b.output(), b.start, b.counts, b.lane, blockIdx.x * WARPS + b.warp, gridDim.x * WARPS);
     }
+    if (ok && b.clerk() && b.warp == WARPS - 2) b.begun().compare_all();
     store_epoch(packet_counter(b.d, PACKETS_DISPATCH, 0), b.packets.epoch);
     MARK(b.d, PD_END);
 }

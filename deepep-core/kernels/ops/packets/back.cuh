@@ -157,16 +157,14 @@ struct Returned {
         half = item.half();
         row = b.row_of(s, t);
     }
-    // False if a peer does not come.
-    DEVICE bool send(Permission& permission) const {
+    DEVICE void send() const {
         const u32 which = warp::ballot(row >= 0), g = part * 32 + b.lane;
-        if (which == 0) return true;
+        if (which == 0) return;
         u32 weight = 0;
         const bool weights = part == 0 && half == 0 && b.p.weights;
         if (weights && row >= 0) weight = ((const u32*)b.p.weights)[b.weight_at(row)];
         const Piece sum = sum_rows(b, row, which, g, half);
         MARK(b.d, PC_SUMMED);
-        if (!permission.wait(b.begun())) return false;
         if (g < b.groups()) b.packets.send(b.packets.back(s, b.me, t) + half * PACKETS * b.groups(), b.groups(), g, sum);
         if (weights) {
             u32 w[3];
@@ -174,7 +172,6 @@ struct Returned {
             for (u32 i = 0; i < 3; i++) w[i] = warp::get(weight, (3 * b.lane + i) % 32);
             if (3 * b.lane < b.lanes()) b.packets.send(b.packets.back_weights(s, b.me, t) + b.lane, w[0], w[1], w[2]);
         }
-        return true;
     }
 };
 

@@ -26,7 +26,6 @@ const PACKET_DISPATCH: &[Point] = &[
     ("PD_ENTRY", "entered"),
     ("PD_START", "started: the kernel before has ended"),
     ("PD_EPOCH", "epoch known"),
-    ("PD_PERMITTED", "may send"),
     ("PD_SENT_IDS", "ids sent"),
     ("PD_SENT_FIRST", "first part loaded and sent"),
     ("PD_SENT_LAST", "last part loaded and sent"),

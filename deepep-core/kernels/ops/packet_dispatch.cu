@@ -26,6 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
     const First first(b.d, PACKETS_DISPATCH);
     b.clear();
     __syncthreads();
+    if (ids.some) ids.pack();
     b.packets.open(first.epoch());
     // The same for the whole warp: a peer may write the word at any time.
     bool ok = !warp::any(first.broken());
@@ -34,10 +35,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
     if (ok && last) {
         if (b.clerk()) send_head(b);
 #pragma unroll 1
-        for (u32 item = blockIdx.x; ids.some; ids.load(item)) {
+        for (u32 item = blockIdx.x; ids.some;) {
             ids.send();
-            item += gridDim.x;
             MARK(b.d, PD_SENT_IDS);
+            ids.load(item += gridDim.x);
+            if (ids.some) ids.pack();
         }
     }
 #pragma unroll 1

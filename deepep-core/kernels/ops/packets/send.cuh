@@ -24,6 +24,8 @@ struct Ids {
     const Block& b;
     u32 t = 0, k = 0;                       // of this lane
     u32 low = ALL_LANES, high = ALL_LANES;  // halves of its id, as given
+    u32 w[WORDS_OF_PACKET];                 // of the packet in which it is
+    bool bad = false, twice = false;        // no id of an expert; that of a lane before
     bool some = false;
 
     DEVICE Ids(const Block& block) : b(block) {}
@@ -36,30 +38,34 @@ struct Ids {
         low = high = ALL_LANES;
         if (t < b.p.tokens && k < b.lanes()) load_id(b, (u64)t * b.lanes() + k, low, high);
     }
-    DEVICE void send() const {
+    // Puts packets together, before anybody knows the epoch.
+    DEVICE void pack() {
         const bool narrow = INDEX_BITS == 32 || b.cached(), none = low == ALL_LANES && (narrow || high == ALL_LANES);
         const bool valid = low < b.experts() && (narrow || high == 0);
+        bad = !valid && !none;
         // The same id in two lanes of a token: the first one counts. (A match of all lanes takes longer.)
         const u32 e = valid ? low : NO_ID;
-        bool twice = false;
+        twice = false;
 #pragma unroll(FIXED && FIXED_LANES <= IDS_OF_PACKET ? IDS_OF_PACKET : 1)
         for (u32 d = 1; d < (b.lanes() < 32 ? b.lanes() : 32); d++) {
             const u32 other = warp::get(e, (b.lane - d) % 32);
             twice = twice || (valid && k >= d && other == e);
         }
-        // Before anybody is told of the token: whoever sees counts is to see records.
-        if (!valid && !none) report_expert(b.p, b.packets.epoch, RECORD_BAD_EXPERT, t, k);
-        if (twice) report_expert(b.p, b.packets.epoch, RECORD_DUPLICATE_EXPERT, t, k);
         // The lanes of a packet put it together, each with its id where it belongs.
         const u32 at = k % IDS_OF_PACKET * ID_BITS;
         const u64 id = (u64)(valid && !twice ? low : NO_ID) << at % 32;
-        u32 w[WORDS_OF_PACKET];
 #pragma unroll
         for (u32 i = 0; i < WORDS_OF_PACKET; i++) w[i] = at / 32 == i ? (u32)id : at / 32 + 1 == i ? (u32)(id >> 32) : 0;
 #pragma unroll
         for (u32 i = 0; i < WORDS_OF_PACKET; i++)
 #pragma unroll
             for (u32 step = 1; step < IDS_OF_PACKET; step *= 2) w[i] |= warp::get(w[i], b.lane ^ step);
+    }
+    DEVICE void send() const {
+        // Before anybody is told of the token: whoever sees counts is to see records.
+        if (bad) report_expert(b.p, b.packets.epoch, RECORD_BAD_EXPERT, t, k);
+        if (twice) report_expert(b.p, b.packets.epoch, RECORD_DUPLICATE_EXPERT, t, k);
+        warp::sync();
         if (k % IDS_OF_PACKET || k >= b.lanes() || t >= b.max_tokens()) return;
         // Peers first.
 #pragma unroll 1

@@ -48,27 +48,29 @@ struct Back {
     // Words of eight bytes that piece g has in a row.
     DEVICE u32 words(u32 g) const {
         const u32 all = row_bytes() / 8;
-        if (FIXED && all % groups() == 0) return g < groups() ? all / groups() : 0;
+        if (FIXED && all % groups() == 0) return groups() % 32 == 0 || g < groups() ? all / groups() : 0;
         return g < groups() ? (all - g + groups() - 1) / groups() : 0;
     }
+    // Whether a piece of so many words has word i; known beforehand if all pieces are full.
+    DEVICE static bool has(u32 words, u32 i) { return words == GROUP_BYTES / 8 || i < words; }
     DEVICE void load(u64 row, u32 g, u32 half, u32 words, Piece& piece) const {
         const u64* at = (const u64*)row + g;
-        if (HALVES == 2) piece.w[VALUES - 1] = 2 * WHOLE < words ? arch::ld_stream((const u32*)(at + 2 * WHOLE * groups()) + half) : 0x80008000u;
+        if (HALVES == 2) piece.w[VALUES - 1] = has(words, 2 * WHOLE) ? arch::ld_stream((const u32*)(at + 2 * WHOLE * groups()) + half) : 0x80008000u;
         at += WHOLE * half * groups();
 #pragma unroll
         for (u32 i = 0; i < WHOLE; i++, at += groups()) {
-            const u64 w = WHOLE * half + i < words ? arch::ld_stream(at) : 0x8000800080008000ull;
+            const u64 w = has(words, WHOLE * half + i) ? arch::ld_stream(at) : 0x8000800080008000ull;
             piece.w[2 * i] = (u32)w;
             piece.w[2 * i + 1] = (u32)(w >> 32);
         }
     }
     DEVICE void store(u64 row, u32 g, u32 half, u32 words, const Piece& piece) const {
         u64* at = (u64*)row + g;
-        if (HALVES == 2 && 2 * WHOLE < words) ((u32*)(at + 2 * WHOLE * groups()))[half] = piece.w[VALUES - 1];
+        if (HALVES == 2 && has(words, 2 * WHOLE)) ((u32*)(at + 2 * WHOLE * groups()))[half] = piece.w[VALUES - 1];
         at += WHOLE * half * groups();
 #pragma unroll
         for (u32 i = 0; i < WHOLE; i++, at += groups())
-            if (WHOLE * half + i < words) *at = (u64)piece.w[2 * i + 1] << 32 | piece.w[2 * i];
+            if (has(words, WHOLE * half + i)) *at = (u64)piece.w[2 * i + 1] << 32 | piece.w[2 * i];
     }
     DEVICE u64 x_row(u32 row) const { return p.x + (u64)row * row_bytes(); }
 };
@@ -98,30 +100,38 @@ struct PieceSum {
 // Rows that are loaded together, as many as registers hold.
 constexpr u32 ROWS = 4 * HALVES;
 
+// Adds the first N rows of those that the lanes in `which` hold, or all if there are fewer; all of them are on their way at once. Whole warp.
+template <u32 N>
+DEVICE void add_rows(const Back& b, i32 row, u32& which, u32 g, u32 half, PieceSum& sum) {
+    const u32 words = b.words(g), count = __popc(which);
+    Piece t[N];
+    u32 at[N];
+#pragma unroll
+    for (u32 u = 0; u < N; u++, which &= which - 1) at[u] = (u32)warp::get(row, __ffs(which) - 1);
+    // A row that is not there is −0, so that no register holds what was loaded before.
+#pragma unroll
+    for (u32 u = 0; u < N; u++) b.load(b.x_row(u < count ? at[u] : 0), g, half, u < count ? words : 0, t[u]);
+#pragma unroll
+    for (u32 u = 0; u < N; u++)
+        if (u < count) sum.add(t[u]);
+}
+
 // Sum of the rows that the lanes in `which` hold, in ascending order; the bits of a single one. Whole warp.
 DEVICE Piece sum_rows(const Back& b, i32 row, u32 which, u32 g, u32 half) {
-    const u32 words = b.words(g);
     // In the plain layout all lanes name the same row.
     if (!EXPANDED || (which & (which - 1)) == 0) {
         Piece single;
         const u32 at = (u32)warp::get(row, which ? __ffs(which) - 1 : 0);
-        b.load(b.x_row(which ? at : 0), g, half, which ? words : 0, single);
+        b.load(b.x_row(which ? at : 0), g, half, which ? b.words(g) : 0, single);
         return single;
     }
     PieceSum sum;
     sum.clear();
 #pragma unroll 1
     while (which) {
-        Piece t[ROWS];
-        u32 at[ROWS];
-        const u32 count = __popc(which);
-#pragma unroll
-        for (u32 u = 0; u < ROWS; u++, which &= which - 1) at[u] = (u32)warp::get(row, __ffs(which) - 1);
-        // A row that is not there is −0, so that no register holds what was loaded for the token before.
-#pragma unroll
-        for (u32 u = 0; u < ROWS; u++) b.load(b.x_row(u < count ? at[u] : 0), g, half, u < count ? words : 0, t[u]);
-#pragma unroll
-        for (u32 u = 0; u < ROWS; u++) sum.add(t[u]);
+        // Instructions take time, too.
+        if (ROWS > 4 && __popc(which) <= 4) add_rows<4>(b, row, which, g, half, sum);
+        else add_rows<ROWS>(b, row, which, g, half, sum);
     }
     return sum.round();
 }

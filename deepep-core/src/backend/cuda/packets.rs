@@ -124,8 +124,8 @@ impl PacketGrid {
         };
         let halves = if peers * max_tokens <= PACKET_FEW_TOKENS { 2 } else { 1 };
         let items = peers * max_tokens * groups.div_ceil(32) * halves;
-        // A multiprocessor loads rows at its own pace: few items go to as many as leave room for a dispatch beside them.
-        let shares = items.div_ceil(warps).max(items.min((limits.blocks / 2).saturating_sub(1)));
+        // A multiprocessor loads and sums rows at its own pace: few items go to as many as there are.
+        let shares = items.div_ceil(warps).max(items.min(limits.blocks.saturating_sub(1)));
         Self {
             blocks: Self::blocks(shares, limits),
             threads: PACKET_COMBINE_THREADS,
@@ -241,9 +241,9 @@ mod tests {
         let g = PacketGrid::dispatch(&shape, HOPPER, &packets(&shape)).unwrap();
         assert!(g.limited && g.all_experts && g.sizes.is_none());
         assert_eq!(g.start - g.of_expert, 8 * 256 * 4);
-        // A warp for each part of each row that is sent or summed, on up to half of the multiprocessors if that is enough, and a block that has none.
+        // A warp for each part of each row that is sent or summed, and a block that has none if there are multiprocessors enough.
         let mut back = combine(2, 8, Placement::Plain, true);
-        for (max_tokens, blocks) in [(1, 17), (32, 66), (128, 129)] {
+        for (max_tokens, blocks) in [(1, 17), (32, 132), (128, 129)] {
             back.max_tokens = max_tokens;
             let g = PacketGrid::combine(&back, 256, HOPPER, &packets(&shape));
             assert_eq!((g.blocks, g.groups), (blocks, 256));

@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
     if ((b.clerk() || gaps) && __syncthreads_and(ok)) {
         finish_starts(b);
         if (b.clerk() && !b.cached()) write_counts(b);
-        if (gaps && b.control.over == RANKS)
+        if (gaps && b.over() == RANKS)
             zero_gaps(b.p, b.output(), b.start, b.counts, b.lane, blockIdx.x * WARPS + b.warp, gridDim.x * WARPS);
     }
     if (ok && b.clerk() && b.warp == WARPS - 2) b.begun().compare_all();

@@ -54,6 +54,8 @@ struct Block {
     DEVICE u32 groups() const { return FIXED ? (FIXED_ROW_BYTES + 4 * FIXED_SCALE_PACKS + GROUP_BYTES - 1) / GROUP_BYTES : q.groups; }
     DEVICE u32 words() const { return FIXED ? (RANKS * FIXED_MAX_TOKENS + 31) / 32 : q.words; }
     DEVICE bool limited() const { return !FIXED && q.limited; }
+    // Lowest rank over capacity, RANKS if none is; after a block barrier.
+    DEVICE u32 over() const { return limited() ? control.over : RANKS; }
     DEVICE bool all_experts() const { return !FIXED && q.all_experts; }
     DEVICE u32 maps() const { return all_experts() ? experts() : local_experts(); }
     // Parts of a row, one a warp.
@@ -104,10 +106,10 @@ DEVICE void each_word(const Block& b, Look look) {
 }
 // Bits of a map below `end`, and all. Words of a map lie `step` apart.
 DEVICE u32 bits_below(const Block& b, const u32* map, u32 step, u32 end) {
-    u32 n = 0;
+    const u32 whole = end / 32, rest = end % 32;
+    u32 n = rest ? __popc(map[whole * step] & ((1u << rest) - 1)) : 0;
     each_word(b, [&](u32 i) {
-        const u32 below = end <= 32 * i ? 0 : end >= 32 * i + 32 ? ALL_LANES : (1u << end % 32) - 1;
-        n += __popc(map[i * step] & below);
+        if (i < whole) n += __popc(map[i * step]);
     });
     return n;
 }

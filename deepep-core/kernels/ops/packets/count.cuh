@@ -9,13 +9,17 @@ struct Marks {
     u32 ranks = 0;
 
     DEVICE Marks(const Block& block, u32 token) : b(block), number(token) {}
+    // Of no expert, too: its id is larger than all others. No branches: all lanes of a warp are here.
     DEVICE void add(u32 expert) {
-        const u32 r = rank_of(b, expert), own = b.me * b.local_experts();
-        ranks |= 1u << r;
-        if (EXPANDED && (b.all_experts() || r == b.me))
-            atomicOr(b.of_expert + number / 32 * b.maps() + (b.all_experts() ? expert : expert - own), 1u << number % 32);
-        // Nobody but the caller wants to know, and one block tells.
-        if (!EXPANDED && b.clerk() && r == b.me) atomicAdd(b.counts + expert - own, 1);
+        if (expert < b.experts()) ranks |= 1u << rank_of(b, expert);
+        const u32 local = expert - b.me * b.local_experts();
+        if (EXPANDED) {
+            const u32 map = b.all_experts() ? expert : local;
+            if (map < b.maps()) atomicOr(b.of_expert + number / 32 * b.maps() + map, 1u << number % 32);
+        } else if (b.clerk() && local < b.local_experts()) {
+            // Nobody but the caller wants to know, and one block tells.
+            atomicAdd(b.counts + local, 1);
+        }
     }
     // Whole warp.
     DEVICE void finish() {
@@ -86,8 +90,7 @@ private:
 #pragma unroll
         for (u32 j = 0; j < IDS_OF_PACKET; j++) {
             if (packet * IDS_OF_PACKET + j >= b.lanes()) break;
-            const u32 id = id_of(w, j);
-            if (id < b.experts()) marks.add(id);
+            marks.add(id_of(w, j));
         }
     }
 };
@@ -173,7 +176,7 @@ DEVICE void check_capacity(const Block& b) {
 
 // By all threads, after `finish_starts`.
 DEVICE void write_counts(const Block& b) {
-    const u32 over = b.control.over, r = over == RANKS ? b.me : over, local = b.local_experts();
+    const u32 over = b.over(), r = over == RANKS ? b.me : over, local = b.local_experts();
     const u32* map = b.to_rank + r * b.words();
     const i32 tokens = (i32)bits(b, map, 1);
     i32 rows = tokens;

@@ -13,7 +13,7 @@ struct Unit {
     DEVICE Unit(const Block& block, const Incoming& in) : b(block), s(in.s), t(in.t), number(in.number()) {
         const u32* words = b.ids + (in.turn * id_packets(b.lanes()) + b.lane / IDS_OF_PACKET) * WORDS_OF_PACKET;
         const u32 id = b.lane < b.lanes() ? id_of(words, b.lane % IDS_OF_PACKET) : NO_ID;
-        expert = id >= b.experts() || b.control.over != RANKS ? -1 : (i32)id;
+        expert = id >= b.experts() || b.over() != RANKS ? -1 : (i32)id;
         dest = expert < 0 ? -1 : (i32)rank_of(b, (u32)expert);
         here = warp::ballot(dest == (i32)b.me);
     }
@@ -45,7 +45,7 @@ struct Unit {
         }
         if (k >= RANKS) return;
         const u32* map = b.to_rank + k * b.words();
-        const bool goes = b.control.over == RANKS && bit(map, number);
+        const bool goes = b.over() == RANKS && bit(map, number);
         const i32 at = goes ? (i32)bits_below(b, map, 1, number) : -1;
         b.mine<i32>(b.p.sent_row)[(u64)t * RANKS + k] = EXPANDED && k == b.me ? (here ? first : -1) : at;
         if (EXPANDED) b.mine<i32>(b.p.sent_index)[(u64)t * RANKS + k] = at;

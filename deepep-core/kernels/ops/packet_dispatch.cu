@@ -1,10 +1,10 @@
 // Dispatch of a small batch, in one kernel without a barrier between the ranks. The protocol is docs/protocol.md, section 8.
 //
 // Who writes: for each of its tokens a rank writes ids and weights to every rank, itself included, and the row to every rank that needs it; all in
-//   packets (comm/packets.cuh). From the ids of all tokens every block knows every position. Results and tables are written by
+//   packets (comm/packets.cuh). From the ids of all tokens every block that places rows knows every position. Results and tables are written by
 //   their owner only.
-// Who waits: every block for the ids of all tokens; the warps that place a row for its packets; one warp of all, at the end, for `begun`, so that the next
-//   kernel may write. Nothing is sent after a wait, so that ranks can't block each other. All blocks are resident at once.
+// Who waits: every block that places rows for the ids of all tokens; the warps that place a row for its packets; one warp of all, at the end, for `begun`,
+//   so that the next kernel may write. Nothing is sent after a wait, so that ranks can't block each other. All blocks are resident at once.
 // What costs time is one thing after the other. So a warp has all that it reads on its way before it looks at any of it: epoch and ids. Rows are looked
 //   for once the ids are there, and have time until positions are known.
 #include "arch/launch.cuh"
@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
     const bool last = b.warp == WARPS - 1;
     // Ids first: rows are not even loaded before ids are on their way, and still come before they are needed.
     Ids ids(b);
-    if (last) ids.load(blockIdx.x);
+    if (last && b.places()) ids.load(b.block());
     const First first(b.d, PACKETS_DISPATCH);
     b.clear();
     __syncthreads();
@@ -36,15 +36,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
     if (ok && last) {
         if (b.clerk()) send_head(b);
 #pragma unroll 1
-        for (u32 item = blockIdx.x; ids.some;) {
+        for (u32 item = b.block(); ids.some;) {
             ids.send();
             MARK(b.d, PD_SENT_IDS);
-            ids.load(item += gridDim.x);
+            ids.load(item += b.blocks());
             if (ids.some) ids.pack();
         }
     }
 #pragma unroll 1
-    for (u32 item = b.warp; ok; item += WARPS) {
+    for (u32 item = b.warp; ok && b.sends(); item += WARPS) {
         Outgoing out(b);
         out.load(item);
         if (!out.some) break;
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
     if (ok && b.clerk() && b.warp == WARPS - 2) b.begun().tell(b.lane);
     Incoming in(b);
 #pragma unroll 1
-    for (u32 item = b.warp;; item += WARPS) {
+    for (u32 item = b.warp; b.places(); item += WARPS) {
         in.set(item);
         if (item >= WARPS) {
             in.look();
@@ -79,11 +79,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
     }
     // What is written once comes last: nobody waits for it, and code that only one block runs is not in the way of others.
     const bool gaps = EXPANDED && b.p.zero_padding;
-    if ((b.clerk() || gaps) && __syncthreads_and(ok)) {
+    if ((b.clerk() || (gaps && b.places())) && __syncthreads_and(ok)) {
         finish_starts(b);
         if (b.clerk() && !b.cached()) write_counts(b);
         if (gaps && b.over() == RANKS)
-            zero_gaps(b.p, b.output(), b.start, b.counts, b.lane, blockIdx.x * WARPS + b.warp, gridDim.x * WARPS);
+            zero_gaps(b.p, b.output(), b.start, b.counts, b.lane, b.block() * WARPS + b.warp, b.blocks() * WARPS);
     }
     if (ok && b.clerk() && b.warp == WARPS - 2) b.begun().compare_all();
     store_epoch(packet_counter(b.d, PACKETS_DISPATCH, 0), b.packets.epoch);

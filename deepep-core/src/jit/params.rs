@@ -239,7 +239,10 @@ device_struct! {
         groups: u32,
         /// Words of a bit map.
         words: u32,
-        /// ⌊2³² / blocks⌋ + 1, to divide by the number of blocks; 0 for one block.
+        /// Blocks that send rows, and the first of those that place units.
+        senders: u32,
+        first: u32,
+        /// ⌊2³² / n⌋ + 1, to divide by the number of blocks that place; 0 for one block.
         per_block: u32,
         /// There are maps for the experts of all ranks.
         all_experts: u32,

@@ -21,8 +21,9 @@ struct Control {
 };
 static_assert(sizeof(Control) <= PACKET_CONTROL_BYTES, "the host reserves too little shared memory");
 
-// A token of any rank has a number, s · max_tokens + t, and a bit in maps. Unit u is one token of one rank; the units are dealt out to blocks. The last
-// block, which has the fewest, tells what is told once.
+// A token of any rank has a number, s · max_tokens + t, and a bit in maps. Unit u is one token of one rank. The first blocks send rows of own tokens, which are
+// dealt out to them; the last ones place units, which are dealt out in the same way, and tell other ranks of ids. Where multiprocessors are few, all blocks do
+// both. The last block, which has the fewest units, tells what is told once.
 struct Block {
     const PacketDispatchParams& q;
     const DispatchParams& p;
@@ -62,6 +63,11 @@ struct Block {
     DEVICE u32 parts() const { return (groups() + 31) / 32; }
 
     DEVICE bool cached() const { return p.topk_idx == 0; }
+    DEVICE bool sends() const { return blockIdx.x < q.senders; }
+    DEVICE bool places() const { return blockIdx.x >= q.first; }
+    // Of those that place.
+    DEVICE u32 blocks() const { return gridDim.x - q.first; }
+    DEVICE u32 block() const { return blockIdx.x - q.first; }
     DEVICE bool clerk() const { return blockIdx.x == gridDim.x - 1; }
     DEVICE Begun begun() const { return packets.begun(PACKETS_DISPATCH, OPERATION_DISPATCH, p.call); }
     template <class T>

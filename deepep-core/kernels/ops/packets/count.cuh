@@ -70,7 +70,7 @@ struct Token {
     // Enters the ids into the maps, and into the list of this block's units. False if a packet does not come.
     DEVICE bool enter(Marks& marks) {
         const u32 unit = b.unit(s, t), n = b.turn(unit), packets = id_packets(b.lanes());
-        const bool placed = unit - n * gridDim.x == blockIdx.x;
+        const bool placed = unit - n * b.blocks() == b.block();
         u32* ids = b.ids + n * packets * WORDS_OF_PACKET;
 #pragma unroll(FIXED ? id_packets(FIXED_LANES) : 1)
         for (u32 i = 0; i < packets; i++) {

@@ -18,7 +18,7 @@ struct Incoming {
         const u32 all = b.parts() + 1;
         turn = item / all;
         part = item % all;
-        const u32 unit = blockIdx.x + gridDim.x * turn;
+        const u32 unit = b.block() + b.blocks() * turn;
         some = unit < RANKS * b.max_tokens();
         s = (unit + b.me) % RANKS;
         t = unit / RANKS;

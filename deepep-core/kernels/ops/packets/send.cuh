@@ -89,7 +89,7 @@ struct Outgoing {
     // Looks up the block's item of this number. Nothing is waited for.
     DEVICE void load(u32 item) {
         const u32 all = b.parts() + 1, k = b.lane;
-        t = blockIdx.x + gridDim.x * (item / all);
+        t = blockIdx.x + b.q.senders * (item / all);
         part = item % all;
         some = t < b.p.tokens;
         if (!some) return;

@@ -40,6 +40,9 @@ fn area(p: &PacketLayout, max_tokens: usize) -> PacketArea {
 pub(super) struct PacketGrid {
     area: PacketArea,
     blocks: usize,
+    /// Of a dispatch: blocks that send rows, the first ones, and blocks that place units, the last ones.
+    senders: usize,
+    placers: usize,
     threads: usize,
     groups: usize,
     /// Words of a map.
@@ -64,7 +67,16 @@ impl PacketGrid {
     pub(super) fn dispatch(shape: &DispatchShape, limits: Limits, packets: &PacketLayout) -> Result<Self> {
         let expanded = shape.placement == Placement::Expanded;
         let units = shape.ranks * shape.max_tokens;
-        let blocks = Self::blocks(units, limits);
+        // Who waits for ids must not have a queue of rows before what it reads: so others send rows, a third of all if there are not enough.
+        let most = Self::blocks(shape.max_tokens + units, limits);
+        let (senders, placers) = match most {
+            ..4 => (most, most),
+            _ => {
+                let senders = shape.max_tokens.min(most / 3);
+                (senders, (units + 1).min(most - senders))
+            }
+        };
+        let blocks = most.min(senders + placers);
         let local = shape.local_experts();
         let (ranks, max_tokens, topk) = (shape.ranks, shape.max_tokens, shape.topk);
         let worst = DispatchShape::worst_case_rows(ranks, max_tokens, topk, local, shape.alignment);
@@ -81,7 +93,7 @@ impl PacketGrid {
         let start = align_up(of_expert + words * expert_maps * 4, 16);
         let counts = align_up(start + (local + 1) * 4, 16);
         let ids = align_up(counts + local * 4, 16);
-        let shared_bytes = ids + units.div_ceil(blocks) * id_packets(topk) * 3 * 4;
+        let shared_bytes = ids + units.div_ceil(placers) * id_packets(topk) * 3 * 4;
         if shared_bytes > limits.shared_bytes {
             let need = format!(
                 "{} experts and top-{} on {blocks} blocks need {shared_bytes} bytes of shared memory, of {}",
@@ -94,6 +106,8 @@ impl PacketGrid {
         Ok(Self {
             area: area(packets, max_tokens),
             blocks,
+            senders,
+            placers,
             threads: PACKET_DISPATCH_THREADS,
             groups,
             words,
@@ -128,6 +142,8 @@ impl PacketGrid {
         let shares = items.div_ceil(warps).max(items.min(limits.blocks.saturating_sub(1)));
         Self {
             blocks: Self::blocks(shares, limits),
+            senders: 0,
+            placers: 0,
             threads: PACKET_COMBINE_THREADS,
             area: area(packets, max_tokens),
             groups,
@@ -150,9 +166,11 @@ impl PacketGrid {
             area: self.area,
             groups: self.groups as u32,
             words: self.words as u32,
-            per_block: match self.blocks {
+            senders: self.senders as u32,
+            first: (self.blocks - self.placers) as u32,
+            per_block: match self.placers {
                 1 => 0,
-                blocks => ((1 << 32) / blocks as u64 + 1) as u32,
+                placers => ((1 << 32) / placers as u64 + 1) as u32,
             },
             all_experts: u32::from(self.all_experts),
             limited: u32::from(self.limited),
@@ -237,13 +255,19 @@ mod tests {
         let g = PacketGrid::dispatch(&shape, HOPPER, &packets(&shape)).unwrap();
         assert_eq!((g.blocks, g.groups, g.words), (132, 132, 8));
         assert!(!g.limited && g.sizes.is_some() && g.shared_bytes < 8192, "{g:?}");
+        assert_eq!((g.senders, g.placers), (44, 88));
+        let few = dispatch(2, 32, Placement::Expanded);
+        let few = PacketGrid::dispatch(&few, HOPPER, &packets(&few)).unwrap();
+        assert_eq!((few.blocks, few.senders, few.placers), (97, 32, 65));
+        let shared = PacketGrid::dispatch(&shape, Limits { blocks: 3, ..HOPPER }, &packets(&shape)).unwrap();
+        assert_eq!((shared.blocks, shared.senders, shared.placers), (3, 3, 3));
         shape.row_capacity -= 1;
         let g = PacketGrid::dispatch(&shape, HOPPER, &packets(&shape)).unwrap();
         assert!(g.limited && g.all_experts && g.sizes.is_none());
         assert_eq!(g.start - g.of_expert, 8 * 256 * 4);
         // A warp for each part of each row that is sent or summed, and a block that has none if there are multiprocessors enough.
         let mut back = combine(2, 8, Placement::Plain, true);
-        for (max_tokens, blocks) in [(1, 17), (32, 132), (128, 129)] {
+        for (max_tokens, blocks) in [(1, 17), (32, 132), (128, 132)] {
             back.max_tokens = max_tokens;
             let g = PacketGrid::combine(&back, 256, HOPPER, &packets(&shape));
             assert_eq!((g.blocks, g.groups), (blocks, 256));
@@ -259,7 +283,7 @@ mod tests {
             let factor = u64::from(grid.dispatch_params(DispatchParams::default()).per_block);
             for unit in 0..2048u64 {
                 let turn = if factor == 0 { unit } else { (unit * factor) >> 32 };
-                assert_eq!(turn, unit / grid.blocks as u64, "{unit} of {blocks}");
+                assert_eq!(turn, unit / grid.placers as u64, "{unit} of {blocks}");
             }
         }
     }

@@ -2,7 +2,7 @@
 //
 // Who writes: for each token that it has received from a peer a rank sums its rows and writes the sum in packets (comm/packets.cuh) to the peer,
 //   and the weights of its lanes. Who waits: the warps that sum a token for its packets; and one of all, when it has nothing else
-//   to do, for `begun`, so that the next kernel may write. Half of the warps send, the others sum; nobody waits for those.
+//   to do, for `begun`, so that the next kernel may write. Half of the blocks send, the others sum; nobody waits for those.
 // What costs time is one thing after the other: epoch and the numbers of the first rows are read at once.
 #include "arch/launch.cuh"
 #include "ops/packets/back.cuh"
@@ -15,13 +15,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_packet_combine(c
     arch::wait_for_predecessor();
     MARK(q.call.domain, PC_START);
     Back b(q);
-    const bool sends = b.warp < SENDERS;
-    const u32 role = sends ? b.warp : b.warp - SENDERS;
+    const Role role(b);
+    const bool sends = role.sends;
     Returned returned(b);
     Result result(b);
     bool ok = true;
 #pragma unroll 1
-    for (Item item(role, sends ? SENDERS : REDUCERS);; item.next()) {
+    for (Item item(role);; item.next()) {
         if (sends) returned.load(item);
         else result.load(item);
         if (item.first()) {
@@ -43,6 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_packet_combine(c
         MARK_IF(!sends && item.first(), b.d, PC_WRITTEN_FIRST);
         MARK_IF(!sends, b.d, PC_WRITTEN_LAST);
     }
-    if (SENDERS && ok && b.clerk() && b.warp == 0) b.begun().compare_all();
+    // By one that has only sent: others may wait for what does not come, if calls differ.
+    if (RANKS > 1 && ok && blockIdx.x == 0 && b.warp == 0) b.begun().compare_all();
     MARK(b.d, PC_END);
 }

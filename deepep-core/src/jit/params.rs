@@ -264,7 +264,8 @@ device_struct! {
         area: PacketArea,
         /// Pieces of a row.
         groups: u32,
-        reserved: u32,
+        /// Blocks that send, the first ones; 0 if all blocks do everything.
+        senders: u32,
     }
 }
 

@@ -4,8 +4,6 @@
 #include "comm/packets.cuh"
 
 constexpr u32 WARPS = THREADS / 32;
-// Warps of a block that send; the others sum. With one rank all warps sum.
-constexpr u32 SENDERS = RANKS > 1 ? WARPS / 2 : 0, REDUCERS = WARPS - SENDERS;
 // A lane's share of a row: four packets, 28 values; with few tokens, where warps have nothing else to do, half of that, and all rows at once. Words of eight
 // bytes of a piece lie `groups` words apart. Half h has words 3 h … 3 h + 2 and half a word of the last one: packets 2 h and 2 h + 1.
 constexpr u32 PEERS = RANKS > 1 ? RANKS - 1 : 1;
@@ -136,11 +134,28 @@ DEVICE Piece sum_rows(const Back& b, i32 row, u32 which, u32 g, u32 half) {
     return sum.round();
 }
 
+// What a warp is: the first blocks send, the others sum, since what a multiprocessor reads queues behind what it has sent. A single block does both, and
+// with one rank all blocks sum.
+struct Role {
+    bool sends;
+    u32 block, blocks, warp, warps;  // of those with this role
+
+    DEVICE Role(const Back& b) {
+        const bool apart = b.q.senders != 0;
+        const u32 half = RANKS > 1 ? WARPS / 2 : 0;
+        sends = apart ? blockIdx.x < b.q.senders : b.warp < half;
+        block = apart && !sends ? blockIdx.x - b.q.senders : blockIdx.x;
+        blocks = !apart ? gridDim.x : sends ? b.q.senders : gridDim.x - b.q.senders;
+        warp = apart || sends ? b.warp : b.warp - half;
+        warps = apart ? WARPS : sends ? half : WARPS - half;
+    }
+};
+
 // Where a warp is: items are dealt out to blocks one by one, so that all blocks have the same number of rows to load.
 struct Item {
     u32 number, step, start;
 
-    DEVICE Item(u32 warp, u32 warps) : number(warp * gridDim.x + blockIdx.x), step(gridDim.x * warps), start(number) {}
+    DEVICE Item(const Role& role) : number(role.warp * role.blocks + role.block), step(role.blocks * role.warps), start(number) {}
     DEVICE void next() { number += step; }
     DEVICE bool first() const { return number == start; }
     DEVICE u32 half() const { return HALVES == 1 ? 0 : number % HALVES; }
@@ -190,7 +205,7 @@ struct Result {
     const Back& b;
     u32 t = 0, part = 0, half = 0;
     i32 expert = -1, row = -1;  // of the lane, −1 for none; row here, −1 for lanes that live elsewhere
-    bool some = false;
+    bool some = false, first = false;
 
     DEVICE Result(const Back& back) : b(back) {}
     // Nothing is waited for.
@@ -198,6 +213,7 @@ struct Result {
         t = item.unit(b);
         part = item.part(b);
         half = item.half();
+        first = item.first();
         some = t < b.max_tokens();
         if (!some || t >= b.p.tokens) return;
         row = b.row_of(b.me, t);
@@ -244,7 +260,7 @@ private:
             sum.add(term);
         }
         if (!warp::all(ok)) return false;
-        MARK_IF((t * b.parts() + part) * HALVES + half == (b.warp - SENDERS) * gridDim.x + blockIdx.x, b.d, PC_ARRIVED_FIRST);
+        MARK_IF(first, b.d, PC_ARRIVED_FIRST);
         MARK(b.d, PC_ARRIVED_LAST);
         const Piece result = biases == 0 && __popc(terms) <= 1 ? term : sum.round();
         b.store(b.p.out + (u64)t * b.row_bytes(), g(), half, b.words(g()), result);

@@ -40,7 +40,7 @@ fn area(p: &PacketLayout, max_tokens: usize) -> PacketArea {
 pub(super) struct PacketGrid {
     area: PacketArea,
     blocks: usize,
-    /// Of a dispatch: blocks that send rows, the first ones, and blocks that place units, the last ones.
+    /// Blocks that send rows, the first ones, and in a dispatch blocks that place units, the last ones.
     senders: usize,
     placers: usize,
     threads: usize,
@@ -131,18 +131,19 @@ impl PacketGrid {
     ) -> Self {
         let (max_tokens, topk, row_bytes) = (shape.max_tokens, shape.topk, shape.row_bytes);
         let groups = packet_groups(row_bytes);
-        // Half of the warps sum what came from each peer, the others own tokens; with one rank all of them do.
-        let (peers, warps) = match shape.ranks {
-            1 => (1, PACKET_COMBINE_THREADS / 32),
-            ranks => (ranks - 1, PACKET_COMBINE_THREADS / 64),
+        // Half of the blocks sum what came from each peer, the others own tokens; with one rank all of them do.
+        let (peers, roles) = match shape.ranks {
+            1 => (1, 1),
+            ranks => (ranks - 1, 2),
         };
         let halves = if peers * max_tokens <= PACKET_FEW_TOKENS { 2 } else { 1 };
-        let items = peers * max_tokens * groups.div_ceil(32) * halves;
+        let items = roles * peers * max_tokens * groups.div_ceil(32) * halves;
         // A multiprocessor loads and sums rows at its own pace: few items go to as many as there are.
-        let shares = items.div_ceil(warps).max(items.min(limits.blocks.saturating_sub(1)));
+        let shares = items.div_ceil(PACKET_COMBINE_THREADS / 32).max(items.min(limits.blocks.saturating_sub(1)));
+        let blocks = Self::blocks(shares, limits);
         Self {
-            blocks: Self::blocks(shares, limits),
-            senders: 0,
+            blocks,
+            senders: if roles == 2 { blocks / 2 } else { 0 },
             placers: 0,
             threads: PACKET_COMBINE_THREADS,
             area: area(packets, max_tokens),
@@ -184,7 +185,7 @@ impl PacketGrid {
 
     /// Arguments of a combine.
     pub(super) fn combine_params(&self, call: CombineParams) -> PacketCombineParams {
-        PacketCombineParams { call, area: self.area, groups: self.groups as u32, reserved: 0 }
+        PacketCombineParams { call, area: self.area, groups: self.groups as u32, senders: self.senders as u32 }
     }
 
     /// The sizes that a kernel of this grid can be compiled for.
@@ -267,7 +268,7 @@ mod tests {
         assert_eq!(g.start - g.of_expert, 8 * 256 * 4);
         // A warp for each part of each row that is sent or summed, and a block that has none if there are multiprocessors enough.
         let mut back = combine(2, 8, Placement::Plain, true);
-        for (max_tokens, blocks) in [(1, 17), (32, 132), (128, 132)] {
+        for (max_tokens, blocks) in [(1, 33), (32, 132), (128, 132)] {
             back.max_tokens = max_tokens;
             let g = PacketGrid::combine(&back, 256, HOPPER, &packets(&shape));
             assert_eq!((g.blocks, g.groups), (blocks, 256));

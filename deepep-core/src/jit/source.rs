@@ -10,9 +10,8 @@ use super::params::{
 use super::sizes::PacketSizes;
 use crate::layout::{
     COLLECTIVE_BLOCKS, CountsLayout, GROUP_BYTES, GROUP_PACKETS, IndexWidth, MAX_BLOCKS, MAX_PACKET_TOKENS,
-    MAX_RANKS,
-    MAX_SENDERS, MAX_TOPK, Operation, PACKET_BYTES, Phase, Placement, REGION_ALIGNMENT, RecordKind,
-    STATUS_RECORD_BYTES, StatusRecord, Ticket, WorkspaceLayout,
+    MAX_RANKS, MAX_SENDERS, MAX_TOPK, Operation, PACKET_BYTES, Phase, Placement, REGION_ALIGNMENT,
+    RecordKind, STATUS_RECORD_BYTES, StatusRecord, Ticket, WorkspaceLayout,
 };
 
 /// A kernel, in one of the variants that are compiled separately. Sizes are arguments; what is fixed here changes the code.

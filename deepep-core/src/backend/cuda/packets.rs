@@ -139,7 +139,8 @@ impl PacketGrid {
         let halves = if peers * max_tokens <= PACKET_FEW_TOKENS { 2 } else { 1 };
         let items = roles * peers * max_tokens * groups.div_ceil(32) * halves;
         // A multiprocessor loads and sums rows at its own pace: few items go to as many as there are.
-        let shares = items.div_ceil(PACKET_COMBINE_THREADS / 32).max(items.min(limits.blocks.saturating_sub(1)));
+        let shares =
+            items.div_ceil(PACKET_COMBINE_THREADS / 32).max(items.min(limits.blocks.saturating_sub(1)));
         let blocks = Self::blocks(shares, limits);
         Self {
             blocks,
@@ -185,7 +186,12 @@ impl PacketGrid {
 
     /// Arguments of a combine.
     pub(super) fn combine_params(&self, call: CombineParams) -> PacketCombineParams {
-        PacketCombineParams { call, area: self.area, groups: self.groups as u32, senders: self.senders as u32 }
+        PacketCombineParams {
+            call,
+            area: self.area,
+            groups: self.groups as u32,
+            senders: self.senders as u32,
+        }
     }
 
     /// The sizes that a kernel of this grid can be compiled for.

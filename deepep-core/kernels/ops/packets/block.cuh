@@ -112,10 +112,10 @@ DEVICE void each_word(const Block& b, Look look) {
 }
 // Bits of a map below `end`, and all. Words of a map lie `step` apart.
 DEVICE u32 bits_below(const Block& b, const u32* map, u32 step, u32 end) {
-    const u32 whole = end / 32, rest = end % 32;
-    u32 n = rest ? __popc(map[whole * step] & ((1u << rest) - 1)) : 0;
+    u32 n = 0;
     each_word(b, [&](u32 i) {
-        if (i < whole) n += __popc(map[i * step]);
+        const u32 below = end <= 32 * i ? 0 : end >= 32 * i + 32 ? ALL_LANES : (1u << end % 32) - 1;
+        n += __popc(map[i * step] & below);
     });
     return n;
 }
@@ -135,18 +135,7 @@ DEVICE u32 id_of(const u32* words, u32 k) {
     return (u32)(((u64)words[high] << 32 | words[low]) >> at % 32) & NO_ID;
 }
 
-// Word i of eight bytes of what travels for a token: its row, then its scale packs.
-DEVICE void store_word(const Block& b, u32 row, u32 i, bool inside, u64 v) {
-    const u32 words = b.row_words();
-    if (inside || i < words) {
-        *(b.out<u64>(b.p.rows + (u64)row * (8 * words)) + i) = v;
-        return;
-    }
-    const u32 pack = 2 * (i - words);
-    if (pack < b.scale_packs()) *scale_pack(b.p, b.output(), row, pack) = (u32)v;
-    if (pack + 1 < b.scale_packs()) *scale_pack(b.p, b.output(), row, pack + 1) = (u32)(v >> 32);
-}
-// Word j of a lane's piece g lies j · groups + g words behind the start of the row. Whether it is one of the row for every g:
+// What travels for a token are words of eight bytes: its row, then its scale packs. Word j of a lane's piece g lies j · groups + g words behind the start. Whether it is one of the row for every g:
 DEVICE bool inside(const Block& b, u32 j) { return FIXED && (j + 1) * b.groups() <= b.row_words(); }
 
 // A lane's piece of a row on its way from memory. Nothing is done with what is loaded, not even a move, which would wait for it.
@@ -178,8 +167,19 @@ struct Loading {
         for (u32 j = 0; j < 2 * ROW_WORDS; j++) row.w[j] = w[j];
     }
 };
-DEVICE void store_row(const Block& b, u32 to, u32 g, const Row& row) {
+// `output`: b.output(), which is known before the row is.
+DEVICE void store_row(const Block& b, u64 output, u32 to, u32 g, const Row& row) {
+    const u32 words = b.row_words();
+    u64* at = (u64*)(output + b.p.rows + (u64)to * (8 * words)) + g;
 #pragma unroll
-    for (u32 j = 0; j < ROW_WORDS; j++)
-        store_word(b, to, j * b.groups() + g, inside(b, j), (u64)row.w[2 * j + 1] << 32 | row.w[2 * j]);
+    for (u32 j = 0; j < ROW_WORDS; j++, at += b.groups()) {
+        const u32 low = row.w[2 * j], high = row.w[2 * j + 1], i = j * b.groups() + g;
+        if (inside(b, j) || i < words) {
+            *at = (u64)high << 32 | low;
+            continue;
+        }
+        const u32 pack = 2 * (i - words);
+        if (pack < b.scale_packs()) *scale_pack(b.p, output, to, pack) = low;
+        if (pack + 1 < b.scale_packs()) *scale_pack(b.p, output, to, pack + 1) = high;
+    }
 }

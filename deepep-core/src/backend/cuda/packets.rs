@@ -67,12 +67,12 @@ impl PacketGrid {
     pub(super) fn dispatch(shape: &DispatchShape, limits: Limits, packets: &PacketLayout) -> Result<Self> {
         let expanded = shape.placement == Placement::Expanded;
         let units = shape.ranks * shape.max_tokens;
-        // Who waits for ids must not have a queue of rows before what it reads: so others send rows, a third of all if there are not enough.
+        // Who waits for ids must not have a queue of rows before what it reads: so others send rows, a quarter of all if there are not enough.
         let most = Self::blocks(shape.max_tokens + units, limits);
         let (senders, placers) = match most {
             ..4 => (most, most),
             _ => {
-                let senders = shape.max_tokens.min(most / 3);
+                let senders = shape.max_tokens.min(most / 4);
                 (senders, (units + 1).min(most - senders))
             }
         };
@@ -262,7 +262,7 @@ mod tests {
         let g = PacketGrid::dispatch(&shape, HOPPER, &packets(&shape)).unwrap();
         assert_eq!((g.blocks, g.groups, g.words), (132, 132, 8));
         assert!(!g.limited && g.sizes.is_some() && g.shared_bytes < 8192, "{g:?}");
-        assert_eq!((g.senders, g.placers), (44, 88));
+        assert_eq!((g.senders, g.placers), (33, 99));
         let few = dispatch(2, 32, Placement::Expanded);
         let few = PacketGrid::dispatch(&few, HOPPER, &packets(&few)).unwrap();
         assert_eq!((few.blocks, few.senders, few.placers), (97, 32, 65));

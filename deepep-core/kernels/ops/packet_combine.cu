@@ -11,7 +11,6 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_packet_combine(const __grid_constant__ PacketCombineParams q) {
     if (q.call.domain.early) arch::launch_dependents();
     MARK(q.call.domain, PC_ENTRY);
-    arch::touch(q);
     arch::wait_for_predecessor();
     MARK(q.call.domain, PC_START);
     Back b(q);

@@ -16,7 +16,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
     extern __shared__ __align__(128) u8 shared[];
     if (q.call.domain.early) arch::launch_dependents();
     MARK(q.call.domain, PD_ENTRY);
-    arch::touch(q);
     arch::wait_for_predecessor();
     MARK(q.call.domain, PD_START);
     Block b(q, shared);

@@ -69,6 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BESIDE) deepep_packet_disp
                 if (EXPANDED || b.clerk()) count(b);
                 MARK(b.d, PD_COUNTED);
                 if (b.limited()) check_capacity(b);
+                in.look();
             }
         }
         if (!ok || !in.some) break;

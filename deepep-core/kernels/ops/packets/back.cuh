@@ -111,7 +111,7 @@ DEVICE void add_rows(const Back& b, i32 row, u32& which, u32 g, u32 half, PieceS
     for (u32 u = 0; u < N; u++) b.load(b.x_row(u < count ? at[u] : 0), g, half, u < count ? words : 0, t[u]);
 #pragma unroll
     for (u32 u = 0; u < N; u++)
-        if (u < count) sum.add(t[u]);
+        if (HALVES == 1 || u < count) sum.add(t[u]);
 }
 
 // Sum of the rows that the lanes in `which` hold, in ascending order; the bits of a single one. Whole warp.
@@ -134,8 +134,8 @@ DEVICE Piece sum_rows(const Back& b, i32 row, u32 which, u32 g, u32 half) {
     return sum.round();
 }
 
-// What a warp is: the first blocks send, the others sum, since what a multiprocessor reads queues behind what it has sent. A single block does both, and
-// with one rank all blocks sum.
+// What a warp is. With few tokens the first blocks send and the others sum, since what a multiprocessor reads queues behind what it has sent. With more, and in
+// a single block, half of all blocks' warps do either; with one rank all sum.
 struct Role {
     bool sends;
     u32 block, blocks, warp, warps;  // of those with this role

@@ -67,16 +67,18 @@ impl PacketGrid {
     pub(super) fn dispatch(shape: &DispatchShape, limits: Limits, packets: &PacketLayout) -> Result<Self> {
         let expanded = shape.placement == Placement::Expanded;
         let units = shape.ranks * shape.max_tokens;
-        // Who waits for ids must not have a queue of rows before what it reads: so others send rows, a quarter of all if there are not enough.
+        let groups = packet_groups(shape.row_bytes + shape.scale_bytes());
+        // Who waits for ids must not have a queue of rows before what it reads: so others send rows, a third of all if there are not enough. All blocks do both
+        // if the warps of those that place would have more than an item each.
         let most = Self::blocks(shape.max_tokens + units, limits);
-        let (senders, placers) = match most {
-            ..4 => (most, most),
-            _ => {
-                let senders = shape.max_tokens.min(most / 4);
-                (senders, (units + 1).min(most - senders))
-            }
+        let senders = shape.max_tokens.min(most / 3);
+        let placers = (units + 1).min(most - senders);
+        let items = units.div_ceil(placers) * (groups.div_ceil(32) + 1);
+        let all = Self::blocks(units, limits);
+        let (blocks, senders, placers) = match senders > 0 && items <= PACKET_DISPATCH_THREADS / 32 {
+            true => (senders + placers, senders, placers),
+            false => (all, all, all),
         };
-        let blocks = most.min(senders + placers);
         let local = shape.local_experts();
         let (ranks, max_tokens, topk) = (shape.ranks, shape.max_tokens, shape.topk);
         let worst = DispatchShape::worst_case_rows(ranks, max_tokens, topk, local, shape.alignment);
@@ -101,7 +103,6 @@ impl PacketGrid {
             );
             return Err(Error::invalid("max_tokens", shape.max_tokens, need));
         }
-        let groups = packet_groups(shape.row_bytes + shape.scale_bytes());
         let (experts, row_bytes, scale_packs) = (shape.experts, shape.row_bytes, shape.scale_packs);
         Ok(Self {
             area: area(packets, max_tokens),
@@ -131,20 +132,20 @@ impl PacketGrid {
     ) -> Self {
         let (max_tokens, topk, row_bytes) = (shape.max_tokens, shape.topk, shape.row_bytes);
         let groups = packet_groups(row_bytes);
-        // Half of the blocks sum what came from each peer, the others own tokens; with one rank all of them do.
+        // A half sums what came from each peer, the other one own tokens; with one rank all do: half of the blocks if tokens are few, else half of all warps.
         let (peers, roles) = match shape.ranks {
             1 => (1, 1),
             ranks => (ranks - 1, 2),
         };
-        let halves = if peers * max_tokens <= PACKET_FEW_TOKENS { 2 } else { 1 };
-        let items = roles * peers * max_tokens * groups.div_ceil(32) * halves;
-        // A multiprocessor loads and sums rows at its own pace: few items go to as many as there are.
-        let shares =
-            items.div_ceil(PACKET_COMBINE_THREADS / 32).max(items.min(limits.blocks.saturating_sub(1)));
+        let few = peers * max_tokens <= PACKET_FEW_TOKENS;
+        let items = roles * peers * max_tokens * groups.div_ceil(32) * if few { 2 } else { 1 };
+        let warps = PACKET_COMBINE_THREADS / if few { 64 } else { 32 };
+        // A multiprocessor loads rows at its own pace: few items go to as many as leave room for a dispatch beside them.
+        let shares = items.div_ceil(warps).max(items.min((limits.blocks / 2).saturating_sub(1)));
         let blocks = Self::blocks(shares, limits);
         Self {
             blocks,
-            senders: if roles == 2 { blocks / 2 } else { 0 },
+            senders: if roles == 2 && few { blocks / 2 } else { 0 },
             placers: 0,
             threads: PACKET_COMBINE_THREADS,
             area: area(packets, max_tokens),
@@ -262,19 +263,22 @@ mod tests {
         let g = PacketGrid::dispatch(&shape, HOPPER, &packets(&shape)).unwrap();
         assert_eq!((g.blocks, g.groups, g.words), (132, 132, 8));
         assert!(!g.limited && g.sizes.is_some() && g.shared_bytes < 8192, "{g:?}");
-        assert_eq!((g.senders, g.placers), (33, 99));
+        assert_eq!((g.senders, g.placers), (132, 132));
         let few = dispatch(2, 32, Placement::Expanded);
         let few = PacketGrid::dispatch(&few, HOPPER, &packets(&few)).unwrap();
         assert_eq!((few.blocks, few.senders, few.placers), (97, 32, 65));
+        let more = dispatch(2, 64, Placement::Expanded);
+        let more = PacketGrid::dispatch(&more, HOPPER, &packets(&more)).unwrap();
+        assert_eq!((more.blocks, more.senders, more.placers), (132, 44, 88));
         let shared = PacketGrid::dispatch(&shape, Limits { blocks: 3, ..HOPPER }, &packets(&shape)).unwrap();
         assert_eq!((shared.blocks, shared.senders, shared.placers), (3, 3, 3));
         shape.row_capacity -= 1;
         let g = PacketGrid::dispatch(&shape, HOPPER, &packets(&shape)).unwrap();
         assert!(g.limited && g.all_experts && g.sizes.is_none());
         assert_eq!(g.start - g.of_expert, 8 * 256 * 4);
-        // A warp for each part of each row that is sent or summed, and a block that has none if there are multiprocessors enough.
+        // A warp for each part of each row that is sent or summed, on up to half of the multiprocessors if that is enough.
         let mut back = combine(2, 8, Placement::Plain, true);
-        for (max_tokens, blocks) in [(1, 33), (32, 132), (128, 132)] {
+        for (max_tokens, blocks) in [(1, 33), (8, 66), (32, 129), (64, 66), (128, 129)] {
             back.max_tokens = max_tokens;
             let g = PacketGrid::combine(&back, 256, HOPPER, &packets(&shape));
             assert_eq!((g.blocks, g.groups), (blocks, 256));

@@ -3,6 +3,8 @@
 // A token goes in shares of `share_bytes`, each summed for itself by the warp whose turn it is: many warps then have the last tokens among them. What needs no
 // flag, the own row, is loaded before the flag is waited for.
 //
+// The first flags come long after the start: own rows that were loaded at once would only stand in the way of the rows that are sent first.
+//
 // Who writes: the peers, into the receive area, before the flag. Who waits: each lane for the flag of its contribution (acquire), the others for the lanes by a
 // warp barrier. The rows are read past L1.
 #pragma once
@@ -23,6 +25,7 @@ struct Direct {
     DEVICE Direct(const Block& block, u32 worker, u32 workers)
         : b(block), unit(worker), step(workers), shares((block.p.row_bytes + block.p.share_bytes - 1) / block.p.share_bytes), t(0), share(0),
           expert(-1), own(-1) {
+        if (RANKS > 1) hold();
         look_up();
     }
     // Loads what the handle says of the next unit, for which nobody waits yet.
@@ -118,6 +121,13 @@ struct Direct {
         }
 #endif
         return ok;
+    }
+
+    // While the senders look up and load their first rows. Nobody waits for a reducer.
+    DEVICE void hold() const {
+        constexpr u64 HOLD_NS = 4000;
+        const u64 start = arch::now_ns();
+        while (arch::now_ns() - start < HOLD_NS) arch::sleep_ns(100);
     }
 
     DEVICE bool run() {

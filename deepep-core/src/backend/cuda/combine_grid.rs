@@ -102,6 +102,7 @@ impl CombineRoles {
         let row_warps = match (shape.sums(), blocks) {
             (true, _) => 5,
             (false, 28..) => 1,
+            (false, 20..) => 2,
             (false, _) => 3,
         };
         let stages = match (shape.sums(), blocks) {

@@ -289,6 +289,12 @@ mod tests {
                 .unwrap();
         assert_eq!((g.blocks, g.row_warps, g.stages, g.reducers), (132, 1, 1, 14));
         assert_eq!((g.batches, g.share_bytes, g.control), (0, 3584, 14336));
+        for (blocks, roles) in [(16, (3, 1, 12)), (20, (2, 1, 13)), (27, (2, 1, 13)), (28, (1, 5, 14))] {
+            let limits = Limits { blocks, ..HOPPER };
+            let shape = combine(2, 8, Placement::Plain, true);
+            let g = CombineGrid::new(&shape, limits, formula, false, MAX_SUM_PARTS).unwrap();
+            assert_eq!((g.row_warps, g.stages, g.reducers), roles, "{blocks} blocks");
+        }
         let g = CombineGrid::new(
             &combine(2, 8, Placement::Expanded, true),
             HOPPER,

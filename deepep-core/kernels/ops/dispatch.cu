@@ -56,7 +56,7 @@ DEVICE void report_plain(const Block& b, u32 over) {
     if (b.warp != WATCHER || arch::ld_acquire_cta_shared(&b.control.summed) != b.workers() - 1) return;
     scan_experts(b, b.me);
     warp::sync();
-    tell_counts<TO_DEVICE | TO_HOST>(b, over, b.lane, 32);
+    tell_counts(b, over, b.lane, 32);
 }
 
 // By the closer: says in the chunk's cell that all workers have done their part.
@@ -102,8 +102,8 @@ DEVICE bool write_chunk(const Block& b, const Work& work, const Given& given, It
     if (b.cached()) {
         write_outputs(b, lanes, share, items);
     } else {
-        // Movers read the prefix sums.
-        if (EXPANDED && b.tells()) tell_counts<TO_DEVICE>(b, over, threadIdx.x - 32 * b.first_worker(), 32 * b.workers());
+        // All that movers read of the counts.
+        if (EXPANDED && b.tells()) write_prefix_sums(b, over, threadIdx.x - 32 * b.first_worker());
         i32 rows[AHEAD];
         if (EXPANDED) {
             take_given_ids(b, lanes, share, 0, given, items);
@@ -131,8 +131,8 @@ DEVICE bool write_chunk(const Block& b, const Work& work, const Given& given, It
     // Row warps announce nothing before, or (plain) the closer does not.
     if (b.warp == CLOSER && !publish_tables(b, &b.control.told, true)) return false;
     MARK_IF(b.warp == CLOSER, b.d, D_CLOSER);
-    // By a warp that neither announces nor closes: rows don't wait for a fence behind which the host reads.
-    if (EXPANDED && !b.cached() && b.tells() && b.warp == WATCHER) tell_counts<TO_HOST>(b, over, b.lane, 32);
+    // By a warp that neither announces nor closes: rows don't wait for a fence behind which the host reads, nor for code that one block alone goes through.
+    if (EXPANDED && !b.cached() && b.tells() && b.warp == WATCHER) tell_counts(b, over, b.lane, 32);
     return true;
 }
 
@@ -142,9 +142,13 @@ DEVICE void attend(const Block& b, u32 over) {
         if (b.warp == b.p.row_warps)
             announce(b.control.mail, b.p.row_warps, b.epoch, [&](u32 r) { return cell32(b.d, r, b.d.ready); });
         MARK_IF(b.warp == b.p.row_warps, b.d, D_ANNOUNCED);
-        if (b.p.zero_padding && (b.cached() || wait_tables(b)))
-            zero_gaps(b.p, b.control.output[b.me], b.mine<i32>(b.p.expert_start), b.mine<i32>(b.p.expert_count), b.lane,
-                      blockIdx.x * b.workers() + b.warp - b.p.row_warps, b.p.senders * b.workers());
+        if (b.p.zero_padding && over == RANKS) {
+            // In the handle, or what this block has summed itself.
+            const i32* start = b.cached() ? b.mine<i32>(b.p.expert_start) : b.start();
+            const i32* count = b.cached() ? b.mine<i32>(b.p.expert_count) : b.total() + b.me * b.p.local_experts;
+            zero_gaps(b.p, b.control.output[b.me], start, count, b.lane, blockIdx.x * b.workers() + b.warp - b.p.row_warps,
+                      b.p.senders * b.workers());
+        }
     } else if (b.warp == CLOSER) {
         close_plain(b);
         MARK(b.d, D_ANNOUNCED);

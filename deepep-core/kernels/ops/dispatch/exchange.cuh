@@ -342,22 +342,25 @@ DEVICE u32 over_capacity(const Block& b) {
     return over;
 }
 
-// By threads of the block that tells, see report.cuh. `TO`: whom.
-template <u32 TO>
+// By the block that tells: tokens from ranks up to s, or none if too many come.
+DEVICE i32 prefix_sum(const Block& b, u32 s) {
+    u32 sum = 0;
+#pragma unroll
+    for (u32 i = 0; i < RANKS; i++)
+        if (i <= s) sum += b.control.from[i];
+    return (i32)sum;
+}
+DEVICE void write_prefix_sums(const Block& b, u32 over, u32 thread) {
+    if (thread < RANKS) b.mine<i32>(b.p.rank_psum)[thread] = over == RANKS ? prefix_sum(b, thread) : 0;
+}
+// See report.cuh.
 DEVICE void tell_counts(const Block& b, u32 over, u32 thread, u32 threads) {
     const u32 local = b.p.local_experts, r = over == RANKS ? b.me : over;
     const i32 tokens = b.total()[b.p.experts + r];
     const Received received = {over, tokens, EXPANDED ? b.control.rows[r] : tokens};
-    write_counts<TO>(
+    write_counts(
         b.p, (u64)b.mine<u8>(0), b.epoch, received, b.start(), [&](u32 j) { return b.total()[b.me * local + j]; },
-        [&](u32 s) {
-            u32 sum = 0;
-#pragma unroll
-            for (u32 i = 0; i < RANKS; i++)
-                if (i <= s) sum += b.control.from[i];
-            return (i32)sum;
-        },
-        thread, threads);
+        [&](u32 s) { return prefix_sum(b, s); }, thread, threads);
 }
 
 // Plain, by a worker of block 0 among those before the closer: tokens of all ranks for experts of this one.

@@ -42,42 +42,37 @@ struct Received {
     i32 tokens, rows;  // of this rank, or of the rank over capacity
 };
 
-// Whom counts are written for. The device's come first where others wait for them: what the host is told comes behind a fence at system scope, and over a
-// link that may be busy.
-constexpr u32 TO_DEVICE = 1, TO_HOST = 2;
-
 // By `threads` threads of one block, of which this is number `thread`: counts for the caller, for combine, and for the host if it waits for them.
 // `start[0..local experts]`: first row of each local expert and the number of rows; `count(j)`: rows of expert j; `psum(r)`: tokens from ranks up to r.
-template <u32 TO = TO_DEVICE | TO_HOST, class Count, class Psum>
+template <class Count, class Psum>
 DEVICE void write_counts(const DispatchParams& p, u64 handle, u32 epoch, const Received& received, const i32* start, Count count,
                          Psum psum, u32 thread = threadIdx.x, u32 threads = THREADS) {
-    constexpr bool device = TO & TO_DEVICE, host_too = TO & TO_HOST;
-    const u32 local = p.local_experts, tag = host_too ? p.count_tag : 0;
+    const u32 local = p.local_experts, tag = p.count_tag;
     const bool fits = received.over == RANKS;
     u64* host = (u64*)p.host_counts;
     // Other blocks have written their records before they told this one of their tokens: the host is to see those first.
     if (tag) arch::fence_sys();
     for (u32 j = thread; j <= local; j += threads) {
-        if (device) ((i32*)(handle + p.expert_start))[j] = fits ? start[j] : 0;
+        ((i32*)(handle + p.expert_start))[j] = fits ? start[j] : 0;
         if (j == local) break;
         const i32 n = fits ? count(j) : 0;
-        if (device) ((i32*)(handle + p.expert_count))[j] = n;
-        if (device && p.stats && n) atomicAdd((i32*)p.stats + j, n);
+        ((i32*)(handle + p.expert_count))[j] = n;
+        if (p.stats && n) atomicAdd((i32*)p.stats + j, n);
         if (tag) arch::st_relaxed_sys(host + HOST_EXPERT_COUNT + j, pack_cell(tag, n));
     }
     if (thread < RANKS) {
         const i32 n = fits ? psum(thread) : 0;
-        if (device) ((i32*)(handle + p.rank_psum))[thread] = n;
+        ((i32*)(handle + p.rank_psum))[thread] = n;
         if (tag) arch::st_relaxed_sys(host + HOST_RANK_PSUM + thread, pack_cell(tag, n));
     }
     if (thread != 0) return;
     const i32 values[4] = {fits ? received.tokens : 0, fits ? received.rows : 0, fits ? 0 : received.tokens, fits ? 0 : received.rows};
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
-        if (device) ((i32*)(handle + p.counts))[i] = values[i];
+        ((i32*)(handle + p.counts))[i] = values[i];
         if (tag) arch::st_relaxed_sys(host + i, pack_cell(tag, values[i]));
     }
-    if (fits || !host_too) return;
+    if (fits) return;
     StatusRecord r = {};
     r.sequence = epoch;
     r.operation = OPERATION_DISPATCH;

@@ -56,9 +56,9 @@ DEVICE void hand_in_done(Mailboxes& m) {
     atomicSub(&m.live, 1);
 }
 
-// The announcer warp. `flags` maps a rank to the base of its flags.
-template <class Flags>
-DEVICE void announce(Mailboxes& m, u32 row_warps, u32 epoch, Flags flags) {
+// The announcer warp. `store(warp, code)` stores a flag, relaxed: what row warp `warp` has handed in from the mailbox of this lane.
+template <class Store>
+DEVICE void announce(Mailboxes& m, u32 row_warps, Store store) {
     const u32 lane = threadIdx.x % 32;
     bool last = false;
     for (;;) {
@@ -76,8 +76,7 @@ DEVICE void announce(Mailboxes& m, u32 row_warps, u32 epoch, Flags flags) {
 #pragma unroll
             for (u32 w = 0; w < WARPS; w++) {
                 if (found[w] == EMPTY) continue;
-                const u32 rank = found[w] >> CODE_RANK_SHIFT, cell = found[w] & ((1u << CODE_RANK_SHIFT) - 1);
-                arch::st_relaxed_sys(flags(rank) + cell, epoch);
+                store(w, found[w]);
                 arch::st_release_cta_shared(&m.code[w][lane], EMPTY);
             }
         } else if (last) {
@@ -86,4 +85,12 @@ DEVICE void announce(Mailboxes& m, u32 row_warps, u32 epoch, Flags flags) {
             arch::sleep_ns(20);
         }
     }
+}
+// `flags` maps a rank to the base of its flags, which become the epoch.
+template <class Flags>
+DEVICE void announce(Mailboxes& m, u32 row_warps, u32 epoch, Flags flags) {
+    announce(m, row_warps, [&](u32, u32 code) {
+        const u32 rank = code >> CODE_RANK_SHIFT, cell = code & ((1u << CODE_RANK_SHIFT) - 1);
+        arch::st_relaxed_sys(flags(rank) + cell, epoch);
+    });
 }

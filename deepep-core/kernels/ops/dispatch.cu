@@ -136,95 +136,95 @@ DEVICE bool write_chunk(const Block& b, const Work& work, const Given& given, It
     return true;
 }
 
+// By the announcer.
+DEVICE void announce_rows(const Block& b) {
+    announce(b.control.mail, b.p.row_warps, [&](u32 warp, u32 code) {
+        const Flag flag(b, warp, b.lane, code);
+        arch::st_relaxed_sys(flag.cell, flag.value);
+    });
+    MARK(b.d, D_ANNOUNCED);
+}
+
+// Expanded, by the workers of all blocks that know how many rows each expert has: zeroes the gaps behind them.
+DEVICE void zero_chunk(const Block& b) {
+    // In the handle, or what this block has summed itself.
+    const i32* start = b.cached() ? b.mine<i32>(b.p.expert_start) : b.start();
+    const i32* count = b.cached() ? b.mine<i32>(b.p.expert_count) : b.total() + b.me * b.p.local_experts;
+    zero_gaps(b.p, b.control.output[b.me], start, count, b.lane, b.part * b.workers() + b.warp - b.first_worker(), b.p.senders * b.workers());
+}
+
 // What a worker of a sending block does when its tables are written, here or elsewhere.
 DEVICE void attend(const Block& b, u32 over) {
     if (EXPANDED) {
-        if (b.warp == b.p.row_warps)
-            announce(b.control.mail, b.p.row_warps, b.epoch, [&](u32 r) { return cell32(b.d, r, b.d.ready); });
-        MARK_IF(b.warp == b.p.row_warps, b.d, D_ANNOUNCED);
-        if (b.p.zero_padding && over == RANKS) {
-            // In the handle, or what this block has summed itself.
-            const i32* start = b.cached() ? b.mine<i32>(b.p.expert_start) : b.start();
-            const i32* count = b.cached() ? b.mine<i32>(b.p.expert_count) : b.total() + b.me * b.p.local_experts;
-            zero_gaps(b.p, b.control.output[b.me], start, count, b.lane, blockIdx.x * b.workers() + b.warp - b.p.row_warps,
-                      b.p.senders * b.workers());
+        // A row's flag says that what its receiver is told of it has arrived, too.
+        if (b.warp == b.p.row_warps && wait_tables(b, true)) {
+            MARK(b.d, D_TOLD_KNOWN);
+            announce_rows(b);
         }
     } else if (b.warp == CLOSER) {
         close_plain(b);
         MARK(b.d, D_ANNOUNCED);
     } else {
         if (b.tells() && !b.cached()) report_plain(b, over);
+        if (b.warp == b.p.row_warps) announce_rows(b);
         if (b.warp == WATCHER) watch_plain(b);
         MARK_IF(b.warp == WATCHER, b.d, D_WATCHED);
     }
 }
 
-// By a block that sends or counts. Whether this warp has rows left to move afterwards.
-DEVICE bool run_sender(const Block& b, Ring& left, const Work& work) {
-    const bool carries = b.sends() && b.carries();
-    FirstPlace first;
-    if (!b.cached()) {
-        if (b.counts()) publish_counts(b);
-        MARK(b.d, D_PUBLISHED);
-        // Row warps find out how far down their first rows lie while others wait, or scan.
-        if (!EXPANDED && carries) first = Sender(b, left).look_ahead();
-    }
-    // Twice through the same code. The first time nothing is known, and nothing is sent: the rows are waited for, and the instructions, which come from
-    // memory, are there when it matters.
-#pragma unroll 1
-    for (bool known = EXPANDED || b.cached();; known = true) {
-        u32 over = RANKS;
-        i32 row = -1, index = -1;  // of a first row
-        Given given;
-        Items items;
-        Ring ring(b);
-        if (known) {
-            bool failed;
-            if (!b.cached()) {
-                failed = !exchange_counts(b);
-                MARK(b.d, D_EXCHANGED);
-                if (EXPANDED && carries) first = Sender(b, ring).look_ahead();
-                if (b.counts() && !carries) {
-                    load_given_ids(b, work.lanes, work.share, 0, given);
-                    if (EXPANDED) load_weights(b, work.lanes, work.share, 0, items);
-                }
-                if (EXPANDED) {
-                    scan_ranks(b);
-                    __syncthreads();
-                }
-                over = over_capacity(b);
-                if (carries && over == RANKS) Sender(b, ring).place_first(first, row, index);
-            } else {
-                if (carries) Sender(b, ring).look_up_first(row, index);
-                else load_weights(b, work.lanes, work.share, 0, items);
-                failed = __syncthreads_or(b.warp == CLOSER && !acquire_places(b));
-            }
-            MARK(b.d, D_STARTS);
-            if (!carries) {
-                const bool counts = b.counts() || b.cached();
-                if (failed || (counts && !write_chunk(b, work, given, items, over))) return false;
-                if (b.sends()) attend(b, over);
-                return !b.sends() && b.carries();
-            }
-            if (failed) {
-                Sender(b, ring).resume(-1, -1);
-                ring.drain(b);
-                return false;
-            }
-            arch::fence_proxy_global();
+// By a block that sends or counts. Whether this warp has rows left to move afterwards; `moved`: how many it has.
+DEVICE bool run_sender(const Block& b, const Work& work, u32& moved) {
+    const bool carries = b.sends() && b.carries(), counts = b.counts() && !b.cached();
+    Ring ring(b);
+    i32 row = -1, flag = -1;  // cached: of a first row
+    u32 over = RANKS;
+    bool ok;
+    Given given;
+    Items items;
+    if (counts) publish_counts(b);
+    MARK(b.d, D_PUBLISHED);
+    if (carries && !b.cached() && !Sender(b, ring).land() && b.lane == 0) b.control.stuck = 1;
+    if (counts) {
+        ok = exchange_counts(b);
+        MARK(b.d, D_EXCHANGED);
+        if (!carries) {
+            load_given_ids(b, work.lanes, work.share, 0, given);
+            if (EXPANDED) load_weights(b, work.lanes, work.share, 0, items);
         }
-        if (!carries) continue;
-        Sender sender(b, ring);
-        sender.resume(row, index);
-        const bool sent = sender.run(known);
-        if (!known) continue;
-        if (!EXPANDED) {
-            if (!sent && b.lane == 0) arch::add_release_cta_shared(&b.control.unsent, 1);
-            count_warp(b, &b.control.sent);
+        if (EXPANDED) {
+            scan_ranks(b);
+            __syncthreads();
         }
-        left = ring;
-        return EXPANDED;
+        over = over_capacity(b);
+    } else {
+        if (b.cached() && carries) Sender(b, ring).look_up_first(row, flag);
+        if (b.cached() && !carries) load_weights(b, work.lanes, work.share, 0, items);
+        ok = !__syncthreads_or(b.warp == CLOSER && !acquire_places(b));
     }
+    ok = ok && b.control.stuck == 0;
+    MARK(b.d, D_STARTS);
+    if (!carries) {
+        const bool knows = counts || b.cached();
+        if (!ok || (knows && !write_chunk(b, work, given, items, over))) return false;
+        if (b.sends()) attend(b, over);
+        if (EXPANDED && knows && b.p.zero_padding && over == RANKS) zero_chunk(b);
+        return !b.sends() && b.carries();
+    }
+    Sender sender(b, ring);
+    sender.resume(row, flag);
+    if (!ok) {
+        ring.drain(b);
+        arch::bulk_wait();
+        return false;
+    }
+    arch::fence_proxy_global();
+    const bool sent = sender.run();
+    if (!EXPANDED) {
+        if (!sent && b.lane == 0) arch::add_release_cta_shared(&b.control.unsent, 1);
+        count_warp(b, &b.control.sent);
+    }
+    moved = ring.head;
+    return EXPANDED || gridDim.x == b.p.senders;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const __grid_constant__ DispatchParams p) {
@@ -241,9 +241,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
     const bool sends = b.sends(), meets = sends || b.counts(), counts = meets && b.works() && !b.cached();
     Work work(b);
     Work::Asked asked;
-    Ring ring(b);
     if (counts) work.ask(b, asked);
     if (b.carries()) {
+        Ring ring(b);
         ring.init(b.lane);
         if (sends) Sender(b, ring).prefetch();
     }
@@ -251,21 +251,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
     // Movers have nothing to do yet.
     if (blockIdx.x == gridDim.x - 1 && b.warp == 0) publish_place(b);
     if (threadIdx.x == 0) {
-        b.control.tables = b.control.told = b.control.summed = b.control.sent = b.control.unsent = b.control.known = 0;
+        b.control.tables = b.control.told = b.control.summed = b.control.sent = b.control.unsent = b.control.stuck = b.control.known = 0;
         b.control.output[b.me] = (u64)b.own_output<u8>(0);
     }
     if (threadIdx.x < MAX_RANKS) b.control.from[threadIdx.x] = 0;
     if (EXPANDED) {
-        if (meets)
+        if (b.counts())
             for (u32 i = threadIdx.x; i < p.experts + RANKS; i += THREADS) b.base()[i] = b.total()[i] = 0;
-        mailboxes_init(b.control.mail, p.row_warps);
     }
+    mailboxes_init(b.control.mail, p.row_warps);
     if (counts) work.count(b, asked);
     bool moves = false;
+    u32 moved = 0;
     // A vote, not a word in shared memory: all threads of a block must find the same, and a fast warp must not change what a slow one still looks at.
     if (__syncthreads_or(gave_up != 0)) {
         if (threadIdx.x == 0) broken(b.d, OPERATION_DISPATCH, b.epoch, gave_up != 0);
         if (b.carries() && sends) {
+            Ring ring(b);
             Sender(b, ring).resume(-1, -1);
             ring.drain(b);
         }
@@ -274,9 +276,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
         // The other parity's tickets belong to the next call. (Combine's among them are zeroed once more than they need be: no combine runs.)
         if (blockIdx.x == 0 && threadIdx.x < TICKET_KINDS)
             *(u32*)((u8*)b.ticket(threadIdx.x) + (b.parity() ? -1 : 1) * (i32)(TICKET_KINDS * CELL_LINE)) = 0;
-        moves = meets ? run_sender(b, ring, work) : b.carries();
+        moves = meets ? run_sender(b, work, moved) : b.carries();
     }
     if (moves) {
+        Ring ring(b, moved);
         Mover mover(b, ring);
         if (!meets) mover.prefetch();
         mover.run(!meets);

@@ -69,6 +69,9 @@ device_struct! {
         output_stride: u64,
         handles: u64,
         handle_stride: u64,
+        /// Where rows land whose places are not known yet, in every heap.
+        landing: u64,
+        landing_stride: u64,
         /// Offsets in an output slot.
         rows: u64,
         out_scales: u64,
@@ -135,6 +138,9 @@ device_struct! {
         chunk_rest: u32,
         worker_tokens: u32,
         first_share: u32,
+        /// Landing slots of a rank, and how many first tokens of a chunk have one.
+        landing_slots: u32,
+        landed: u32,
         /// Tokens whose lanes fit into a warp, and what a lane is multiplied with for its token: 65536 / K, rounded up.
         step_tokens: u32,
         step_inverse: u32,

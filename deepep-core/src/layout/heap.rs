@@ -2,8 +2,8 @@
 
 use super::{
     CombineShape, Cursor, DispatchShape, GROUP_PACKETS, HEAP_ALIGNMENT, HandleLayout, InputLayout,
-    MAX_SUM_PARTS, OutputLayout, PACKET_BYTES, PacketLayout, Placement, ReceiveLayout, StatusLayout,
-    WorkspaceLayout, align_up, id_packets, packet_groups, weight_packets,
+    LANDING_SLOTS, MAX_SUM_PARTS, OutputLayout, PACKET_BYTES, PacketLayout, Placement, ReceiveLayout,
+    StatusLayout, WorkspaceLayout, align_up, id_packets, packet_groups, weight_packets,
 };
 use crate::error::{Error, Result};
 
@@ -66,6 +66,10 @@ pub struct HeapLayout {
     pub handles: SlotArray,
     /// Output slots.
     pub outputs: SlotArray,
+    /// `[2 parities][peers][landing_slots]`: rows of a dispatch that come before their places are known.
+    pub landing: SlotArray,
+    /// Such rows of one rank, at most.
+    pub landing_slots: usize,
     /// Sets of combine's receive area.
     pub receive: SlotArray,
     /// Slots for outputs of experts.
@@ -97,7 +101,7 @@ impl HeapLayout {
                 return Err(Error::invalid(name, value, format!("must be {low} to {high}")));
             }
         }
-        let (mut output, mut experts, mut local_experts) = (0, 0, 0);
+        let (mut output, mut experts, mut local_experts, mut row) = (0, 0, 0, 0);
         for shape in &config.dispatch {
             shape.validate()?;
             if shape.ranks != first.ranks || shape.max_tokens != first.max_tokens {
@@ -105,6 +109,7 @@ impl HeapLayout {
                 return Err(Error::invalid("dispatch shape", format!("{shape:?}"), need));
             }
             output = output.max(OutputLayout::new(shape).bytes);
+            row = row.max(Self::landing_bytes(shape));
             experts = experts.max(shape.experts);
             local_experts = local_experts.max(shape.local_experts());
         }
@@ -132,6 +137,9 @@ impl HeapLayout {
         let mut cursor = Cursor::at(workspace.bytes);
         let handles = SlotArray::place(&mut cursor, config.handle_slots, handle);
         let outputs = SlotArray::place(&mut cursor, config.output_slots, output);
+        // Packets need no places.
+        let landing_slots = if packets { 0 } else { (LANDING_SLOTS / ranks).min(max_tokens) };
+        let landing = SlotArray::place(&mut cursor, 2 * (ranks - 1) * landing_slots, row);
         let receive = SlotArray::place(&mut cursor, config.receive_sets, set);
         let inputs = SlotArray::place(&mut cursor, config.combine_inputs, input.bytes);
         let bytes = align_up(cursor.bytes(), HEAP_ALIGNMENT);
@@ -145,6 +153,8 @@ impl HeapLayout {
             workspace,
             handles,
             outputs,
+            landing,
+            landing_slots,
             receive,
             inputs,
             input,
@@ -152,6 +162,17 @@ impl HeapLayout {
             status: StatusLayout::new(local_experts),
             bytes,
         })
+    }
+
+    /// How many rows of a rank can come before their places are known in a dispatch of this shape: none, if they are larger than the rows that the buffer was
+    /// made for.
+    pub(crate) fn landing_slots(&self, shape: &DispatchShape) -> usize {
+        if Self::landing_bytes(shape) <= self.landing.stride { self.landing_slots } else { 0 }
+    }
+
+    /// A landing slot holds a row and its scales, in whole cache lines.
+    fn landing_bytes(shape: &DispatchShape) -> usize {
+        align_up(shape.row_bytes + shape.scale_bytes(), WorkspaceLayout::LINE)
     }
 
     /// A slot for outputs of experts takes the widest plain combine, and as many rows as a plain dispatch can deliver.
@@ -273,7 +294,10 @@ mod tests {
             assert_eq!((p.input_rows, p.input.weights), (300 * ranks, 300 * ranks * 14336));
             assert!(l.workspace.bytes <= l.handles.offset);
             assert!(l.handles.at(l.handles.count) <= l.outputs.offset);
-            assert!(l.outputs.at(l.outputs.count) <= l.receive.offset);
+            assert!(l.outputs.at(l.outputs.count) <= l.landing.offset);
+            assert!(l.landing.at(l.landing.count) <= l.receive.offset);
+            assert_eq!(l.landing_slots, (2048 / ranks).min(300));
+            assert_eq!((l.landing.count, l.landing.stride), (2 * (ranks - 1) * l.landing_slots, 7424));
             assert!(l.receive.at(l.receive.count) <= l.bytes);
             assert_eq!(l.bytes % HEAP_ALIGNMENT, 0);
         }

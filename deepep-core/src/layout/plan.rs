@@ -33,7 +33,7 @@ impl Plan {
     /// Plans a heap.
     pub fn new(config: &HeapConfig) -> Result<Self> {
         let layout = HeapLayout::new(config)?;
-        let (h, o, r) = (&layout.handles, &layout.outputs, &layout.receive);
+        let (h, o, l, r) = (&layout.handles, &layout.outputs, &layout.landing, &layout.receive);
         let widest = config.dispatch.iter().max_by_key(|s| super::OutputLayout::new(s).bytes);
         let rows = widest.map_or(String::new(), |s| {
             let placement = match s.placement {
@@ -57,6 +57,7 @@ impl Plan {
             item("packets", format!("2 × {} tokens of each rank", layout.max_tokens), packets),
             item("handles", format!("{} × {} B", h.count, h.stride), h.count * h.stride),
             item("dispatch results", format!("{} × ({rows} + ids and weights)", o.count), o.count * o.stride),
+            item("rows without places yet", format!("{} × {} B", l.count, l.stride), l.count * l.stride),
             item("combine receive area", format!("{} × ({back} + weights)", r.count), r.count * r.stride),
         ];
         let i = &layout.inputs;
@@ -115,7 +116,7 @@ mod tests {
         assert_eq!(reference_dispatch, 947_912_704);
         // The result itself included; the reference allocates it besides.
         assert!(plan.items[3].bytes < reference_dispatch + (1 << 20), "{plan}");
-        assert!(plan.items[4].bytes < 943_718_400 * 7 / 8 + (1 << 20), "{plan}");
+        assert!(plan.items[5].bytes < 943_718_400 * 7 / 8 + (1 << 20), "{plan}");
         assert!(plan.items[..3].iter().map(|i| i.bytes).sum::<usize>() < reference_workspace, "{plan}");
         assert!(plan.to_string().contains("65536 plain rows of 14336 + 0 B"), "{plan}");
     }

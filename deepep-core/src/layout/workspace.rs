@@ -40,7 +40,8 @@ pub struct WorkspaceLayout {
     pub counts: usize,
     /// Cells of one block in [`counts`](Self::counts).
     pub count_cells: usize,
-    /// Peer, `u32[ranks * max_tokens]`, by token index: a row of an expanded dispatch is in its first place.
+    /// Peer, `u64[ranks * max_tokens]`. Expanded, by token index: a row is in its first place, or has landed. Plain, by source rank and landing slot: a row has
+    /// landed.
     pub ready: usize,
     /// Peer, `u32[ranks][MAX_BLOCKS]`: a sending block of a plain dispatch is done.
     pub done: usize,
@@ -101,7 +102,7 @@ impl WorkspaceLayout {
         let totals = c.take(2 * ranks * cells, 8);
         let counts = c.take(2 * ranks * MAX_SENDERS * count_cells, 8);
         let done = c.take(ranks * MAX_BLOCKS, 4);
-        let ready = c.take(ranks * max_tokens, 4);
+        let ready = c.take(ranks * max_tokens, 8);
         let arrived = c.take(sets * arrived_set, 4);
         let epochs = c.take(Self::EPOCHS * MAX_BLOCKS, 4);
         let tickets = c.take(2 * Ticket::COUNT, Self::LINE);
@@ -152,7 +153,7 @@ mod tests {
         assert_eq!(w.counts - w.totals, 2 * 8 * 272 * 8);
         assert_eq!(w.count_cells, 144);
         assert_eq!(w.done - w.counts, 2 * 8 * 64 * 144 * 8);
-        assert_eq!(w.arrived - w.ready, 8 * 8192 * 4);
+        assert_eq!(w.arrived - w.ready, 8 * 8192 * 8);
         assert!(w.bytes < 2 << 20, "{}", w.bytes);
         assert_eq!(w.bytes % super::super::REGION_ALIGNMENT, 0);
     }

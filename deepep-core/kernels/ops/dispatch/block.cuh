@@ -15,7 +15,6 @@ constexpr u32 CLOSER = WARPS - 1, WATCHER = WARPS - 2;
 constexpr u32 LEAST_WORKERS = 4;
 // Tokens of a chunk that are among its first, at most: one for each stage.
 constexpr u32 MOST_FIRST_TOKENS = (WARPS - LEAST_WORKERS) * MAX_STAGES;
-constexpr u16 NO_ID = 0xffff;
 
 constexpr u32 TABLES_THERE = 1, TABLES_MISSING = 2;
 
@@ -32,7 +31,8 @@ struct Control {
     u32 summed;             // workers (of the block of the first chunk) that have summed experts' tokens
     u32 sent;               // row warps whose stores are complete
     u32 unsent;             // row warps that could not send everything
-    u32 known;              // what became of the wait for tables, in a block that moves rows only: 0 until it has ended, then TABLES_THERE or not
+    u32 stuck;              // whether a row warp's first rows did not come
+    u32 known;              // what became of the wait for tables: 0 until it has ended, then TABLES_THERE or not
     Mailboxes mail;
 };
 static_assert(sizeof(Control) <= DISPATCH_CONTROL_BYTES, "the host reserves too little shared memory");
@@ -57,9 +57,8 @@ struct Block {
     DEVICE i32* start() const { return (i32*)(shared + p.start); }
     // [WARPS][2 · pairs] tokens for each expert that a worker counted; then those of the workers before it.
     DEVICE u16* counted(u32 worker) const { return (u16*)(shared + p.worker_counts) + worker * 2 * pairs(); }
-    // Of the first tokens of the chunk, one for each stage: the ranks that each goes to, a bit each; and (expanded) its K ids, NO_ID where a lane has none.
+    // Of the first tokens of the chunk, one for each stage: the ranks that each goes to, a bit each.
     DEVICE u8* first_ranks() const { return shared + p.first_tokens; }
-    DEVICE u16* first_ids() const { return (u16*)(shared + p.first_tokens + MOST_FIRST_TOKENS); }
     DEVICE u32 first_tokens() const { return p.row_warps * p.stages; }
     // Experts in twos.
     DEVICE u32 pairs() const { return (p.experts + 1) / 2; }
@@ -97,6 +96,11 @@ struct Block {
     DEVICE u64* counts(u32 r, u32 s, u32 block) const {
         return cell64(d, r, d.counts) + (u64)((parity() * RANKS + s) * MAX_SENDERS + block) * d.count_cells;
     }
+    // Where a row of rank s lands on rank r, if it is sent before its place is known; its scales are behind it, one pack after the other.
+    DEVICE u8* landing(u32 r, u32 s, u32 slot) const {
+        const u32 source = parity() * (RANKS - 1) + rank_slot(s, r);
+        return (u8*)(d.heap[r] + p.landing) + ((u64)source * p.landing_slots + slot) * p.landing_stride;
+    }
     // The tables of a chunk are written; and (`told`) what other ranks are told.
     DEVICE u64* chunk_cell(u32 block, bool told) const { return cell64(d, me, d.chunks) + (told ? MAX_SENDERS : 0) + block; }
     DEVICE u32* ticket(u32 kind) const {
@@ -119,13 +123,14 @@ struct Block {
 
 // The ring of stages of a row warp. Stage i holds the rows i, i + S, …; `head` rows were loaded, `tail` were handed on.
 struct Ring {
-    u32 head = 0, tail = 0;
+    u32 head, tail;
     u8* stage;
     u64* bars;
     u32 count, bytes;
 
-    DEVICE Ring(const Block& b)
-        : stage(b.shared + (u64)b.warp * b.p.stages * b.p.stage_bytes), bars(b.control.bars[b.warp]), count(b.p.stages),
+    // `moved`: rows that went through it before.
+    DEVICE Ring(const Block& b, u32 moved = 0)
+        : head(moved), tail(moved), stage(b.shared + (u64)b.warp * b.p.stages * b.p.stage_bytes), bars(b.control.bars[b.warp]), count(b.p.stages),
           bytes(b.p.stage_bytes) {}
     DEVICE bool room() const { return head - tail < count; }
     // By the warp, before its first load.
@@ -156,6 +161,26 @@ struct Ring {
     DEVICE void drain(const Block& b) {
         for (; tail != head; tail++)
             if (!let_end(b.d, [&] { return arch::mbarrier_try_wait(bars + tail % count, tail / count & 1); })) return;
+    }
+};
+
+// What a place cell says of its rank, besides the slots: sending blocks, and how many rows of each land before their places are known.
+DEVICE u32 place_senders(u32 place) { return place >> 20 & 0x7f; }
+DEVICE u32 place_landed(u32 place) { return place >> 27; }
+
+// A flag of a row, as a row warp hands it in: the rank, and in the expanded layout the row's token index, with LANDED if it is not in its first place but has
+// landed; in the plain layout, of a row that has landed, its token index + 1, or 0 if the token does not go there.
+constexpr u32 LANDED = 1u << (CODE_RANK_SHIFT - 1);
+struct Flag {
+    u64* cell;
+    u64 value;  // epoch << 32, and: expanded, 0, or landing slot + 1; plain, token index + 1, or 0
+    // `warp`, `lane`: whose row it is.
+    DEVICE Flag(const Block& b, u32 warp, u32 lane, u32 code) {
+        const u32 rank = code >> CODE_RANK_SHIFT, said = code & (LANDED - 1);
+        const u32 slot = b.part * b.p.landed + warp + b.p.row_warps * (lane / STAGE_LANES);
+        const u32 index = EXPANDED ? said : b.me * b.p.landing_slots + slot;
+        cell = cell64(b.d, rank, b.d.ready) + index;
+        value = pack_cell(b.epoch, !EXPANDED ? said : code & LANDED ? slot + 1 : 0);
     }
 };
 

@@ -70,7 +70,6 @@ DEVICE void count_experts(const Block& b, const TokenLanes& l, const Share& shar
         }
         const u32 in_chunk = t - t0;
         if (!in || in_chunk >= b.first_tokens()) return;
-        b.first_ids()[in_chunk * l.topk + l.k] = e < 0 ? NO_ID : (u16)e;
         if (l.k == 0) b.first_ranks()[in_chunk] = (u8)ranks;
     });
     if (counts && b.lane < RANKS) b.control.to_rank[b.warp][b.lane] = to_rank;
@@ -136,41 +135,4 @@ DEVICE void publish_experts(const Block& b) {
             arch::st_relaxed_sys(b.counts(r, b.me, b.part) + COUNT_PAIRS + i, pack_cell(b.epoch, sum));
             if (other != r && other < RANKS) arch::st_relaxed_sys(b.counts(other, b.me, b.part) + COUNT_PAIRS + i, pack_cell(b.epoch, sum));
         });
-}
-
-// Where the first row of a lane's stage goes, as far as this block knows it: tokens for the same rank, and (expanded) rows of the same expert, before it in
-// the chunk.
-struct FirstPlace {
-    i32 index = -1;  // −1: nowhere
-    u32 row = 0;     // expert << 16 | rows before
-};
-// By a warp, whose lanes ask for token `in_chunk` of the first ones and rank r; EMPTY for none. The workers have met.
-DEVICE FirstPlace first_place(const Block& b, u32 in_chunk, u32 r) {
-    FirstPlace place;
-    const u32 low = b.first_ranks()[b.lane], high = b.lane < MOST_FIRST_TOKENS - 32 ? b.first_ranks()[32 + b.lane] : 0;
-#pragma unroll
-    for (u32 i = 0; i < RANKS; i++) {
-        const u64 goes = (u64)warp::ballot(high >> i & 1) << 32 | warp::ballot(low >> i & 1);
-        if (i != r || in_chunk == EMPTY || !(goes >> in_chunk & 1)) continue;
-        const u64 before = goes & (((u64)1 << in_chunk) - 1);
-        place.index = __popc((u32)before) + __popc((u32)(before >> 32));
-    }
-    if (!EXPANDED) return place;
-    // The lowest lane there.
-    const u16* ids = b.first_ids();
-    u32 expert = NO_ID;
-    if (place.index >= 0)
-        for (u32 k = 0; k < b.p.lanes && expert == NO_ID; k++) {
-            const u32 e = ids[in_chunk * b.p.lanes + k];
-            if (e != NO_ID && rank_of(b, (i32)e) == (i32)r) expert = e;
-        }
-    // The lanes in turn, each with the whole warp.
-    for (u32 wanted = warp::ballot(place.index >= 0); wanted != 0; wanted &= wanted - 1) {
-        const u32 asks = __ffs(wanted) - 1, e = warp::get(expert, asks), end = warp::get(in_chunk, asks) * b.p.lanes;
-        u32 rows = 0;
-#pragma unroll 2
-        for (u32 i = 0; i < end; i += 32) rows += __popc(warp::ballot(i + b.lane < end && ids[i + b.lane] == e));
-        if (b.lane == asks) place.row = expert << 16 | rows;
-    }
-    return place;
 }

@@ -34,7 +34,7 @@ struct Places {
         const u32 value = (u32)place;
         b.control.output[r] = b.d.heap[r] + b.p.outputs + (u64)(value & 0xff) * b.p.output_stride;
         b.control.handle[r] = b.d.heap[r] + b.p.handles + (u64)(value >> 8 & 0xfff) * b.p.handle_stride;
-        b.control.senders[r] = value >> 20;
+        b.control.senders[r] = place_senders(value);
         if ((u32)call == b.p.call) return true;
         give_up(b.d, b.place(PHASE_PARAMETERS, r, CELL_CALL), true, b.p.call, (u32)call, 0);
         return false;
@@ -73,7 +73,7 @@ DEVICE bool gather_rank(const Block& b, u32 to) {
                 n[j] = arch::ld_relaxed_sys(cells + (u64)(c < MAX_SENDERS ? c : MAX_SENDERS - 1) * b.d.count_cells);
             }
             const u64 place = arch::ld_relaxed_sys(place_cell);
-            senders = asks ? (u32)place >> 20 : 0;
+            senders = asks ? place_senders((u32)place) : 0;
             bool ready = cell_epoch(place) == b.epoch;
             if (!ready) seen = cell_epoch(place);
 #pragma unroll
@@ -126,7 +126,7 @@ struct Gather {
     DEVICE u64 place_of(u32 r) const { return arch::ld_relaxed_sys(b.totals(b.me, r) + CELL_PLACE); }
     // Rows of a rank from this one on are of blocks that it does not have, if this is its place. No row, if its place has not come.
     DEVICE u32 absent_from(u64 place) const {
-        const u32 senders = (u32)place >> 20;
+        const u32 senders = place_senders((u32)place);
         return cell_epoch(place) != b.epoch ? ~0u : senders > first ? (senders - first) * RANKS : 0;
     }
     // In a run behind the first one, whose barrier has published what the places say.

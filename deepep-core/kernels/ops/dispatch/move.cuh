@@ -1,8 +1,9 @@
-// Rows inside a rank: own rows to their places, and in the expanded layout the other places of rows that came in.
+// Rows inside a rank: own rows to their places, rows that landed here before their places were known, and in the expanded layout the other places of rows
+// that came in.
 #pragma once
 #include "ops/dispatch/send.cuh"
 
-// A row warp of a block that does not send, or (expanded) of one that is done sending.
+// A row warp of a block that does not send, or of one that is done sending.
 struct Mover {
     static constexpr u32 ROWS = (MAX_TOPK + STAGE_LANES - 1) / STAGE_LANES;
 
@@ -10,7 +11,7 @@ struct Mover {
     Ring& ring;
     i32 token;        // of the stage that this lane shares: an own token, or −1 for a row that came in
     i32 rows[ROWS];   // rows to store: those of the top-k lanes `lane % 8` + 8 i
-    i32 first_row;    // lane-uniform in the stage: where a row that came in lies
+    i32 from;         // lane-uniform in the stage: where a row that came in lies, the row of its first place or −1 − number where it landed
     u32 own_ticket, in_ticket;  // lane 0: drawn ahead
     bool more_own, more_in;
     u32 received, base, visits;  // lane s: tokens from rank s, and first token index
@@ -18,7 +19,7 @@ struct Mover {
     MARK_STATE(none_in);
 
     DEVICE Mover(const Block& block, Ring& r)
-        : b(block), ring(r), token(-1), first_row(-1), own_ticket(0), in_ticket(0), more_own(true), more_in(EXPANDED),
+        : b(block), ring(r), token(-1), from(-1), own_ticket(0), in_ticket(0), more_own(EXPANDED || !block.sends()), more_in(EXPANDED),
           received(0), base(0), visits(0) {
 #pragma unroll
         for (u32 i = 0; i < ROWS; i++) rows[i] = -1;
@@ -101,11 +102,34 @@ struct Mover {
         const u32 low = n * part / parts, high = n * (part + 1) / parts;
         return at < high - low ? (i32)(first + low + at) : -1;
     }
+    // Where rank `source`'s row number `slot` landed, as `from` has it.
+    DEVICE i32 landed(u32 source, u32 slot) const { return -1 - (i32)(source * b.p.landing_slots + slot); }
+    DEVICE const u8* landing(i32 at) const {
+        const u32 number = (u32)(-1 - at), source = number / b.p.landing_slots;
+        return b.landing(b.me, source, number - source * b.p.landing_slots);
+    }
+    // A row that came in, and its first scale pack.
+    DEVICE const u8* row_at(i32 at) const {
+        return at < 0 ? landing(at) : (const u8*)(b.control.output[b.me] + b.p.rows + (u64)at * b.p.row_bytes);
+    }
+    DEVICE const u32* scales_at(i32 at) const {
+        return at < 0 ? (const u32*)(landing(at) + b.p.row_bytes) : scale_pack(b.p, b.control.output[b.me], at, 0);
+    }
+    // Starts to load a row that came in, whose flag was acquired by this lane, or by a lane it has met since.
+    DEVICE void load_in(i32 at) {
+        if (b.lane == 0) {
+            // The copy engine must not read ahead of the flag.
+            arch::fence_proxy_global();
+            ring.load(b, row_at(at), (const u8*)scales_at(at));
+        }
+        ring.head++;
+    }
     // Copies scales that can't travel in bulk, for the rows of stage s.
     DEVICE void copy_scales(u32 s, i32 t) {
         const u64 output = b.control.output[b.me];
-        const i32 from = warp::get(first_row, s * STAGE_LANES);
-        const u32* given = (const u32*)source_scales(b, t < 0 ? 0 : t);
+        const i32 at = warp::get(from, s * STAGE_LANES);
+        const u32* given = t >= 0 ? (const u32*)source_scales(b, t) : scales_at(at);
+        const i64 stride = t >= 0 ? b.p.scale_pack_stride : at < 0 ? 1 : b.p.out_scale_pack_stride;
         // Constant indices only: `rows` must stay in registers.
 #pragma unroll
         for (u32 i = 0; i < (EXPANDED ? ROWS : 1); i++) {
@@ -114,15 +138,16 @@ struct Mover {
                 const i32 row = warp::get(rows[i], s * STAGE_LANES + j);
                 if (row < 0) continue;
                 for (u32 p = b.lane; p < b.p.scale_packs; p += 32) {
-                    const u32 v = t >= 0 ? arch::ld_stream(given + (i64)p * b.p.scale_pack_stride)
-                                         : arch::ld_received(scale_pack(b.p, output, from, p));
+                    const u32* one = given + (i64)p * stride;
+                    const u32 v = t >= 0 ? arch::ld_stream(one) : arch::ld_received(one);
                     *scale_pack(b.p, output, row, p) = v;
                 }
             }
         }
     }
-    // Takes the row that came in as token index i. Writes its weights; starts to load it if it has more than one place.
-    DEVICE void take_in(i32 index) {
+    // Takes the row that came in as token index i, and landed in `slot` − 1, or lies in its first place (0). Writes its weights; starts to load it if it has other
+    // places.
+    DEVICE void take_in(i32 index, u32 source, u32 slot) {
         MARK_FIRST(none_in, b.d, D_IN_FIRST);
         MARK(b.d, D_IN_LAST);
         const u64 at = (u64)index * b.p.lanes + b.lane;
@@ -132,30 +157,62 @@ struct Mover {
             const u32 bits = arch::ld_received((const u32*)b.own_output<u32>(b.p.lane_weight) + at);
             b.own_output<u32>(b.p.row_weight)[row] = bits;
         }
-        const u32 valid = warp::ballot(row >= 0);
-        if (__popc(valid) < 2) return;
-        const u32 first = __ffs(valid) - 1, s = ring.next_stage();
-        const i32 from = warp::get(row, first);
-        if (b.lane == first) row = -1;
+        const u32 valid = warp::ballot(row >= 0), first = __ffs(valid) - 1, s = ring.next_stage();
+        if (slot == 0 && __popc(valid) < 2) return;
+        const i32 lies = slot == 0 ? warp::get(row, first) : landed(source, slot - 1);
+        if (slot == 0 && b.lane == first) row = -1;
         i32 mine[ROWS];
 #pragma unroll
         for (u32 i = 0; i < ROWS; i++) mine[i] = warp::get(row, lane_in_stage() + i * STAGE_LANES);
         if (owns(s)) {
             arch::bulk_wait_read();
             token = -1;
-            first_row = from;
+            from = lies;
 #pragma unroll
             for (u32 i = 0; i < ROWS; i++) rows[i] = mine[i];
         }
         warp::sync();
-        if (b.lane == 0) {
-            // The flag was acquired by this lane, or by a lane it has met since; the copy engine must not read ahead of it.
-            arch::fence_proxy_global();
-            const u64 output = b.control.output[b.me];
-            ring.load(b, (const u8*)(output + b.p.rows + (u64)from * b.p.row_bytes),
-                      (const u8*)(output + b.p.out_scales + (u64)from * b.p.scale_packs * 4));
+        load_in(lies);
+    }
+    // Waits for a flag of a row. What it says, for all lanes.
+    DEVICE bool wait_flag(u32 source, u32 index, u64& flag) {
+        bool came = true;
+        if (b.lane == 0)
+            came = wait_until(b.d, b.place(PHASE_ARRIVAL, source, index), b.epoch, [&](u64& seen) {
+                flag = arch::ld_acquire_sys(cell64(b.d, b.me, b.d.ready) + index);
+                seen = cell_epoch(flag);
+                return seen == b.epoch;
+            });
+        flag = warp::get(flag, 0);
+        came = warp::all(came);
+        warp::sync();
+        return came;
+    }
+    // Plain: this warp's share of the rows that landed here.
+    DEVICE bool take_landed() {
+        const u32 first = b.sends() ? 0 : b.p.senders, each = b.p.row_warps, warps = (b.sends() ? b.p.senders : gridDim.x - first) * each;
+        bool ok = true;
+        for (u32 i = 1; i < RANKS; i++) {
+            // The place was acquired before this rank's tables were published.
+            const u32 source = (b.me + i) % RANKS, place = (u32)arch::ld_relaxed_sys(b.totals(b.me, source) + CELL_PLACE);
+            const u32 slots = place_senders(place) * place_landed(place);
+            for (u32 slot = (blockIdx.x - first) * each + b.warp; ok && slot < slots; slot += warps) {
+                if (!ring.room()) ok = store_oldest();
+                u64 flag = 0;
+                ok = ok && wait_flag(source, source * b.p.landing_slots + slot, flag);
+                if (!ok || (u32)flag == 0) continue;
+                if (owns(ring.next_stage())) {
+                    arch::bulk_wait_read();
+                    token = -1;
+                    from = landed(source, slot);
+                    rows[0] = lane_in_stage() == 0 ? (i32)flag - 1 : -1;
+                }
+                warp::sync();
+                load_in(landed(source, slot));
+            }
         }
-        ring.head++;
+        while (ok && ring.tail != ring.head) ok = store_oldest();
+        return ok;
     }
     DEVICE bool store_oldest() {
         const u32 s = ring.tail % ring.count;
@@ -174,35 +231,15 @@ struct Mover {
         return true;
     }
 
-    // Waits for tables. One warp for all of a block that waits for nothing else: they would read the same few lines all at once.
-    DEVICE bool wait_for_tables() {
-        if (b.sends()) return wait_tables(b);
-        bool ok;
-        if (b.warp == 0) {
-            ok = wait_tables(b);
-            if (b.lane == 0) arch::st_release_cta_shared(&b.control.known, ok ? TABLES_THERE : TABLES_MISSING);
-        } else {
-            ok = wait_until(b.d, b.place(PHASE_TABLES, b.me, blockIdx.x), TABLES_THERE, [&](u64& seen) {
-                seen = arch::ld_acquire_cta_shared(&b.control.known);
-                if (seen == 0) arch::sleep_ns(20);
-                return seen != 0;
-            });
-            ok = ok && arch::ld_acquire_cta_shared(&b.control.known) == TABLES_THERE;
-        }
-        ok = warp::all(ok);
-        warp::sync();
-        return ok;
-    }
-
     // `prefetched`: prefetch() was called, and tables of this rank's blocks may not be complete yet. Those that are read here a cached dispatch has
     // from an earlier one.
     DEVICE void run(bool prefetched) {
-        bool ok = b.cached() || wait_for_tables();
+        bool ok = b.cached() || wait_tables_together(b);
         MARK(b.d, D_MOVE_START);
         if (ok) {
             if (prefetched)
                 look_up(b.lane / STAGE_LANES < ring.head);
-            else
+            else if (more_own)
                 draw_own();
             if (EXPANDED) {
                 read_counts();
@@ -223,22 +260,17 @@ struct Mover {
                         draw_in();
                         continue;
                     }
-                    const u32* flag = cell32(b.d, b.me, b.d.ready) + index;
-                    u32 here = 0;
-                    if (b.lane == 0) here = arch::ld_acquire_sys(flag) == b.epoch;
-                    here = warp::get(here, 0);
+                    u64 flag = 0;
+                    if (b.lane == 0) flag = arch::ld_acquire_sys(cell64(b.d, b.me, b.d.ready) + index);
+                    flag = warp::get(flag, 0);
                     warp::sync();
-                    if (!here && !more_own && ring.head == ring.tail) {
-                        bool came = true;
-                        if (b.lane == 0) came = wait_equal(b.d, b.place(PHASE_ARRIVAL, source, index), flag);
-                        ok = warp::all(came);
-                        warp::sync();
+                    if (cell_epoch(flag) != b.epoch && !more_own && ring.head == ring.tail) {
+                        ok = wait_flag(source, index, flag);
                         if (!ok) continue;
-                        here = 1;
                     }
-                    if (here) {
+                    if (cell_epoch(flag) == b.epoch) {
                         draw_in();
-                        take_in(index);
+                        take_in(index, source, (u32)flag);
                         continue;
                     }
                 }
@@ -263,6 +295,7 @@ struct Mover {
             }
             ok = store_oldest();
         }
+        if (!EXPANDED && !b.cached()) ok = ok && take_landed();
         ring.drain(b);
         arch::bulk_wait();
         MARK(b.d, D_MOVE_END);

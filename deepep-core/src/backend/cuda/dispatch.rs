@@ -89,7 +89,7 @@ impl Setting {
             None => Form::Rows(DispatchGrid::new(shape, self.limits, self.dispatch_roles)?),
         };
         let (pack_stride, row_stride) = shape.scale_strides();
-        let (outputs, handles) = (&self.layout.outputs, &self.layout.handles);
+        let (outputs, handles, landing) = (&self.layout.outputs, &self.layout.handles, &self.layout.landing);
         let params = DispatchParams {
             domain: self.domain,
             out_scale_row_stride: row_stride as i64,
@@ -98,6 +98,9 @@ impl Setting {
             output_stride: outputs.stride as u64,
             handles: handles.offset as u64,
             handle_stride: handles.stride as u64,
+            landing: landing.offset as u64,
+            landing_stride: landing.stride as u64,
+            landing_slots: self.layout.landing_slots(shape) as u32,
             rows: output.rows as u64,
             out_scales: output.scales as u64,
             lane_weight: output.lane_weight as u64,
@@ -178,10 +181,6 @@ impl DispatchNumbers {
 
     /// Grid and arguments of a call.
     pub(super) fn call(&self, call: &DispatchLaunch) -> (LaunchShape, DispatchArguments) {
-        let senders = match self.form {
-            Form::Rows(grid) => grid.senders as u32,
-            Form::Packets(_) => 0,
-        };
         let bulk = scales_in_bulk(&self.shape, call.scale_row_stride, call.scale_pack_stride, call.scales);
         let params = DispatchParams {
             x: call.x,
@@ -191,7 +190,7 @@ impl DispatchNumbers {
             stats: call.stats,
             scale_row_stride: call.scale_row_stride,
             scale_pack_stride: call.scale_pack_stride,
-            place: call.output_slot as u32 | (call.handle_slot as u32) << 8 | senders << 20,
+            place: call.output_slot as u32 | (call.handle_slot as u32) << 8,
             call: call.digest,
             tokens: call.tokens as u32,
             scales_in_bulk: u32::from(bulk),
@@ -202,8 +201,11 @@ impl DispatchNumbers {
         match self.form {
             Form::Rows(grid) => {
                 let (blocks, shared_bytes) = (grid.blocks, grid.shared_bytes);
-                let shares = grid.shares(call.tokens, call.topk_idx != 0);
+                let slots = self.params.landing_slots as usize;
+                let shares = grid.shares(call.tokens, slots, call.topk_idx != 0);
                 let params = DispatchParams {
+                    place: params.place | (grid.senders as u32) << 20 | (shares.landed as u32) << 27,
+                    landed: shares.landed as u32,
                     counters: shares.counters as u32,
                     chunk_tokens: shares.chunk_tokens as u32,
                     chunk_rest: shares.chunk_rest as u32,

@@ -15,6 +15,8 @@ const MOST_ROW_WARPS: usize = WARPS / 2;
 const LEAST_WORKERS: usize = 4;
 /// Rows of a block that leave before there are tables, at most: one for each stage.
 pub(super) const MOST_FIRST_TOKENS: usize = (WARPS - LEAST_WORKERS) * MAX_STAGES;
+/// Of those, how many land on other ranks before their places are known, at most: the place cell has five bits for it.
+const MOST_LANDED: usize = 31;
 /// Tokens of one sending block at most: it counts them in 16 bits, and in the expanded layout counts of eight blocks are summed in 16 bits.
 const fn most_tokens(placement: Placement) -> usize {
     match placement {
@@ -87,6 +89,8 @@ pub(super) struct Shares {
     /// Tokens of a worker, and of one that looks at a chunk's first tokens only.
     pub(super) worker_tokens: usize,
     pub(super) first_share: usize,
+    /// Of a chunk's first tokens, how many land before their places are known.
+    pub(super) landed: usize,
 }
 
 /// What the blocks and warps of a dispatch do, if the formula's choice is not wanted. Each is taken as far as it fits; 0 leaves it to the formula.
@@ -124,16 +128,13 @@ impl DispatchGrid {
     pub(super) fn new(shape: &DispatchShape, limits: Limits, wanted: Option<DispatchRoles>) -> Result<Self> {
         let wanted = wanted.unwrap_or_default();
         let counts = shape.experts + shape.ranks;
-        // The ranks of each token, and its ids.
-        let first_tokens =
-            MOST_FIRST_TOKENS * if shape.placement == Placement::Expanded { 1 + 2 * shape.topk } else { 1 };
         let fixed = [
             DISPATCH_CONTROL_BYTES,
             counts * 4,
             counts * 4,
             (shape.local_experts() + 1) * 4,
             WARPS * shape.experts.next_multiple_of(2) * 2,
-            first_tokens,
+            MOST_FIRST_TOKENS,
         ]
         .map(|bytes| align_up(bytes, 16));
         let stage_bytes = align_up(shape.row_bytes + shape.scale_bytes(), STAGE_ALIGNMENT);
@@ -211,8 +212,8 @@ impl DispatchGrid {
         })
     }
 
-    /// A call of so many tokens. `fresh`: ids are given.
-    pub(super) fn shares(&self, tokens: usize, fresh: bool) -> Shares {
+    /// A call of so many tokens, of a rank with so many landing slots. `fresh`: ids are given.
+    pub(super) fn shares(&self, tokens: usize, slots: usize, fresh: bool) -> Shares {
         let chunk_tokens = tokens / self.senders;
         let chunk_rest = tokens % self.senders;
         let largest = chunk_tokens + usize::from(chunk_rest > 0);
@@ -226,6 +227,11 @@ impl DispatchGrid {
             chunk_rest,
             worker_tokens: largest.div_ceil(workers(counters > 0)),
             first_share: first.div_ceil(workers(false)),
+            landed: if fresh {
+                first.min(chunk_tokens).min(slots / self.senders).min(MOST_LANDED)
+            } else {
+                0
+            },
         }
     }
 

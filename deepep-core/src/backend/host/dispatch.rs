@@ -228,8 +228,8 @@ fn send(
                 copy_scales(shape, scales, token, &to.scales, row)?;
             }
             if expanded {
-                let flag = w.ready + index * 4;
-                rank.areas[d].cell32(flag)?.store(epoch, Ordering::Release);
+                let flag = w.ready + index * 8;
+                rank.areas[d].cell64(flag)?.store(u64::from(epoch) << 32, Ordering::Release);
             }
         }
         if expanded && totals.is_some() && sent.row.get(token * ranks + me)? < 0 {
@@ -283,8 +283,8 @@ fn receive(
     let mut first = 0;
     for (s, &end) in counts.rank_prefix.iter().enumerate() {
         for index in first..end {
-            let flag = rank.own().cell32(w.ready + index * 4)?;
-            rank.waits.equal(flag, epoch, Phase::Arrival, s)?;
+            let flag = rank.own().cell64(w.ready + index * 8)?;
+            rank.waits.value(flag, epoch, Phase::Arrival, s)?;
             let mut first_row = None;
             for lane in 0..k {
                 let Ok(row) = usize::try_from(own.lane_row.get(index * k + lane)?) else { continue };

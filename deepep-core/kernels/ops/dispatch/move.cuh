@@ -152,10 +152,11 @@ struct Mover {
         MARK(b.d, D_IN_LAST);
         const u64 at = (u64)index * b.p.lanes + b.lane;
         i32 row = -1;
-        if (b.lane < b.p.lanes) row = arch::ld_received(b.mine<i32>(b.p.lane_row) + at);
-        if (row >= 0 && b.p.weights) {
-            const u32 bits = arch::ld_received((const u32*)b.own_output<u32>(b.p.lane_weight) + at);
-            b.own_output<u32>(b.p.row_weight)[row] = bits;
+        // Both are on their way together, of lanes that live elsewhere, too.
+        if (b.lane < b.p.lanes) {
+            row = arch::ld_received(b.mine<i32>(b.p.lane_row) + at);
+            const u32 bits = b.p.weights ? arch::ld_received((const u32*)b.own_output<u32>(b.p.lane_weight) + at) : 0;
+            if (row >= 0 && b.p.weights) b.own_output<u32>(b.p.row_weight)[row] = bits;
         }
         const u32 valid = warp::ballot(row >= 0), first = __ffs(valid) - 1, s = ring.next_stage();
         if (slot == 0 && __popc(valid) < 2) return;

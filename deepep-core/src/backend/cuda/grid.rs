@@ -292,6 +292,13 @@ pub(super) mod tests {
         assert_eq!((g.blocks, g.senders), (64, 32));
         let g = DispatchGrid::new(&dispatch(2, 4096, Placement::Expanded), HOPPER, None).unwrap();
         assert_eq!((g.blocks, g.senders, g.counters, g.row_warps, g.stages), (132, 32, 32, 8, 2));
+        // All first rows, but for few slots, few tokens, or a call that needs none.
+        let landed = |tokens, slots, fresh| g.shares(tokens, slots, fresh).landed;
+        assert_eq!(
+            (landed(4096, 1024, true), landed(4096, 256, true), landed(4096, 1024, false)),
+            (16, 8, 0)
+        );
+        assert_eq!((landed(33, 33, true), landed(31, 31, true), landed(4096, 0, true)), (1, 0, 0));
         let mut bf16 = dispatch(2, 4096, Placement::Expanded);
         (bf16.row_bytes, bf16.scale_packs) = (14336, 0);
         let g = DispatchGrid::new(&bf16, HOPPER, None).unwrap();

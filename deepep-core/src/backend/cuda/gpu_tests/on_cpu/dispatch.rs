@@ -53,6 +53,9 @@ fn other_roles_give_the_oracles_bits_on_cpus() {
             (roles(2, 1, 12, 2, 1, 6), 17, 150),
             (roles(4, 2, 3, 2, 1, 6), 32, 150),
             (roles(3, 1, 5, 4, 2, 6), 17, 41),
+            // Some of the first rows land, the others wait for their places.
+            (roles(3, 2, 12, 4, 2, 6), 3, 80),
+            (roles(2, 2, 12, 4, 2, 6), 3, 80),
         ]
         .into_iter()
         .enumerate()

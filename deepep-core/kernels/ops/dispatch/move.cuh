@@ -14,12 +14,19 @@ struct Mover {
     i32 from;         // lane-uniform in the stage: where a row that came in lies, the row of its first place or −1 − number where it landed
     u32 own_ticket, in_ticket;  // lane 0: drawn ahead
     bool more_own, more_in;
+    i32 index;                  // of the row that is to come in next, −1: not known yet
+    u32 source;                 // where it comes from
+    i32 place;                  // lane k: its row there, and its weight, if they are asked for
+    u32 weight;
+    bool asked;
+    u32 heard;                  // ranks of which a row has come in, a bit each
     u32 received, base, visits;  // lane s: tokens from rank s, and first token index
     MARK_STATE(none_stored);
     MARK_STATE(none_in);
 
     DEVICE Mover(const Block& block, Ring& r)
-        : b(block), ring(r), token(-1), from(-1), own_ticket(0), in_ticket(0), more_own(EXPANDED || !block.sends()), more_in(EXPANDED),
+        : b(block), ring(r), token(-1), from(-1), own_ticket(0), in_ticket(0), more_own(EXPANDED || !block.sends()), more_in(EXPANDED), index(-1),
+          source(0), place(-1), weight(0), asked(false), heard(0),
           received(0), base(0), visits(0) {
 #pragma unroll
         for (u32 i = 0; i < ROWS; i++) rows[i] = -1;
@@ -92,9 +99,9 @@ struct Mover {
         const u32 parts = b.p.senders;
         visits = (most + parts - 1) / parts * parts * (RANKS - 1);
     }
-    // Token index of visit v, or −1 if that visit is empty. Visits alternate over sources and walk the parts of a source side by side, as
+    // Token index of visit v (−1 if that visit is empty), and its source. Visits alternate over sources and walk the parts of a source side by side, as
     // its blocks send them.
-    DEVICE i32 visited(u32 v, u32& source) const {
+    DEVICE i32 visited(u32 v) {
         constexpr u32 PEERS = RANKS > 1 ? RANKS - 1 : 1;
         const u32 si = v % PEERS, q = v / PEERS, parts = b.p.senders, part = q % parts, at = q / parts;
         source = si + (si >= b.me);
@@ -102,11 +109,11 @@ struct Mover {
         const u32 low = n * part / parts, high = n * (part + 1) / parts;
         return at < high - low ? (i32)(first + low + at) : -1;
     }
-    // Where rank `source`'s row number `slot` landed, as `from` has it.
-    DEVICE i32 landed(u32 source, u32 slot) const { return -1 - (i32)(source * b.p.landing_slots + slot); }
+    // Where a rank's row number `slot` landed, as `from` has it.
+    DEVICE i32 landed(u32 rank, u32 slot) const { return -1 - (i32)(rank * b.p.landing_slots + slot); }
     DEVICE const u8* landing(i32 at) const {
-        const u32 number = (u32)(-1 - at), source = number / b.p.landing_slots;
-        return b.landing(b.me, source, number - source * b.p.landing_slots);
+        const u32 number = (u32)(-1 - at), rank = number / b.p.landing_slots;
+        return b.landing(b.me, rank, number - rank * b.p.landing_slots);
     }
     // A row that came in, and its first scale pack.
     DEVICE const u8* row_at(i32 at) const {
@@ -145,19 +152,32 @@ struct Mover {
             }
         }
     }
-    // Takes the row that came in as token index i, and landed in `slot` − 1, or lies in its first place (0). Writes its weights; starts to load it if it has other
-    // places.
-    DEVICE void take_in(i32 index, u32 source, u32 slot) {
+    // Asks where the next row belongs, and for its weights, of lanes that live elsewhere, too.
+    DEVICE void ask() {
+        const u64 at = (u64)index * b.p.lanes + b.lane;
+        place = -1;
+        if (b.lane < b.p.lanes) {
+            place = arch::ld_received(b.mine<i32>(b.p.lane_row) + at);
+            if (b.p.weights) weight = arch::ld_received((const u32*)b.own_output<u32>(b.p.lane_weight) + at);
+        }
+    }
+    // The next row to come in. Who has seen a flag of its rank may ask what it is told of it before the row itself is here: that rank had told of all its tokens
+    // before its first flag.
+    DEVICE void expect(u32 visit) {
+        index = visited(visit);
+        asked = index >= 0 && (heard >> source & 1);
+        if (asked) ask();
+        if (index < 0) draw_in();
+    }
+    // It has come: it landed in `slot` − 1, or lies in its first place (0). Writes its weights; starts to load it if it has other places.
+    DEVICE void take_in(u32 slot) {
         MARK_FIRST(none_in, b.d, D_IN_FIRST);
         MARK(b.d, D_IN_LAST);
-        const u64 at = (u64)index * b.p.lanes + b.lane;
-        i32 row = -1;
-        // Both are on their way together, of lanes that live elsewhere, too.
-        if (b.lane < b.p.lanes) {
-            row = arch::ld_received(b.mine<i32>(b.p.lane_row) + at);
-            const u32 bits = b.p.weights ? arch::ld_received((const u32*)b.own_output<u32>(b.p.lane_weight) + at) : 0;
-            if (row >= 0 && b.p.weights) b.own_output<u32>(b.p.row_weight)[row] = bits;
-        }
+        heard |= 1u << source;
+        if (!asked) ask();
+        index = -1;
+        i32 row = place;
+        if (row >= 0 && b.p.weights) b.own_output<u32>(b.p.row_weight)[row] = weight;
         const u32 valid = warp::ballot(row >= 0), first = __ffs(valid) - 1, s = ring.next_stage();
         if (slot == 0 && __popc(valid) < 2) return;
         const i32 lies = slot == 0 ? warp::get(row, first) : landed(source, slot - 1);
@@ -176,11 +196,11 @@ struct Mover {
         load_in(lies);
     }
     // Waits for a flag of a row. What it says, for all lanes.
-    DEVICE bool wait_flag(u32 source, u32 index, u64& flag) {
+    DEVICE bool wait_flag(u32 rank, u32 cell, u64& flag) {
         bool came = true;
         if (b.lane == 0)
-            came = wait_until(b.d, b.place(PHASE_ARRIVAL, source, index), b.epoch, [&](u64& seen) {
-                flag = arch::ld_acquire_sys(cell64(b.d, b.me, b.d.ready) + index);
+            came = wait_until(b.d, b.place(PHASE_ARRIVAL, rank, cell), b.epoch, [&](u64& seen) {
+                flag = arch::ld_acquire_sys(cell64(b.d, b.me, b.d.ready) + cell);
                 seen = cell_epoch(flag);
                 return seen == b.epoch;
             });
@@ -195,21 +215,21 @@ struct Mover {
         bool ok = true;
         for (u32 i = 1; i < RANKS; i++) {
             // The place was acquired before this rank's tables were published.
-            const u32 source = (b.me + i) % RANKS, place = (u32)arch::ld_relaxed_sys(b.totals(b.me, source) + CELL_PLACE);
-            const u32 slots = place_senders(place) * place_landed(place);
+            const u32 rank = (b.me + i) % RANKS, value = (u32)arch::ld_relaxed_sys(b.totals(b.me, rank) + CELL_PLACE);
+            const u32 slots = place_senders(value) * place_landed(value);
             for (u32 slot = (blockIdx.x - first) * each + b.warp; ok && slot < slots; slot += warps) {
                 if (!ring.room()) ok = store_oldest();
                 u64 flag = 0;
-                ok = ok && wait_flag(source, source * b.p.landing_slots + slot, flag);
+                ok = ok && wait_flag(rank, rank * b.p.landing_slots + slot, flag);
                 if (!ok || (u32)flag == 0) continue;
                 if (owns(ring.next_stage())) {
                     arch::bulk_wait_read();
                     token = -1;
-                    from = landed(source, slot);
+                    from = landed(rank, slot);
                     rows[0] = lane_in_stage() == 0 ? (i32)flag - 1 : -1;
                 }
                 warp::sync();
-                load_in(landed(source, slot));
+                load_in(landed(rank, slot));
             }
         }
         while (ok && ring.tail != ring.head) ok = store_oldest();
@@ -255,11 +275,9 @@ struct Mover {
                         more_in = false;
                         continue;
                     }
-                    u32 source;
-                    const i32 index = visited(v, source);
                     if (index < 0) {
-                        draw_in();
-                        continue;
+                        expect(v);
+                        if (index < 0) continue;
                     }
                     u64 flag = 0;
                     if (b.lane == 0) flag = arch::ld_acquire_sys(cell64(b.d, b.me, b.d.ready) + index);
@@ -271,7 +289,7 @@ struct Mover {
                     }
                     if (cell_epoch(flag) == b.epoch) {
                         draw_in();
-                        take_in(index, source, (u32)flag);
+                        take_in((u32)flag);
                         continue;
                     }
                 }

@@ -57,7 +57,7 @@ impl Plan {
             item("packets", format!("2 × {} tokens of each rank", layout.max_tokens), packets),
             item("handles", format!("{} × {} B", h.count, h.stride), h.count * h.stride),
             item("dispatch results", format!("{} × ({rows} + ids and weights)", o.count), o.count * o.stride),
-            item("rows without places yet", format!("{} × {} B", l.count, l.stride), l.count * l.stride),
+            item("dispatch landing slots", format!("{} × {} B", l.count, l.stride), l.count * l.stride),
             item("combine receive area", format!("{} × ({back} + weights)", r.count), r.count * r.stride),
         ];
         let i = &layout.inputs;

@@ -144,10 +144,13 @@ struct Ring {
     DEVICE u32 next_stage() const { return head % count; }
     DEVICE u8* at(u32 s) const { return stage + (u64)s * bytes; }
 
+    // Of a row with the scales that travel with it.
+    DEVICE u32 row_bytes(const Block& b) const { return b.p.row_bytes + (b.p.scales_in_bulk ? b.p.scale_packs * 4 : 0); }
+
     // By one lane: starts the load of a row (and its scales) into the next stage.
     DEVICE void load(const Block& b, const u8* row, const u8* scales) {
-        const u32 s = next_stage(), extra = b.p.scales_in_bulk ? b.p.scale_packs * 4 : 0;
-        arch::mbarrier_expect(bars + s, b.p.row_bytes + extra);
+        const u32 s = next_stage(), extra = row_bytes(b) - b.p.row_bytes;
+        arch::mbarrier_expect(bars + s, row_bytes(b));
         arch::bulk_load(at(s), row, b.p.row_bytes, bars + s);
         if (extra) arch::bulk_load(at(s) + b.p.row_bytes, scales, extra, bars + s);
     }

@@ -101,7 +101,7 @@ struct Sender {
             if (b.p.scale_packs && !b.p.scales_in_bulk)
                 copy_scales(b, t, goes ? (u32*)(landing(r, slot) + b.p.row_bytes) : nullptr, 1, ring.tail * STAGE_LANES);
             ok = warp::all(ring.wait(b));
-            if (ok && goes) arch::bulk_store(landing(r, slot), ring.at(ring.tail), b.p.row_bytes + (b.p.scales_in_bulk ? b.p.scale_packs * 4 : 0));
+            if (ok && goes) arch::bulk_store(landing(r, slot), ring.at(ring.tail), ring.row_bytes(b));
             if (owns(ring.tail)) arch::bulk_commit();
             MARK_IF(ring.tail == 0, b.d, D_LANDED_FIRST);
         }
@@ -181,7 +181,10 @@ struct Sender {
     // Hands the oldest row on. False if its load does not end.
     DEVICE bool send_oldest() {
         const u32 s = ring.tail % ring.count, first = s * STAGE_LANES;
-        if (b.p.scale_packs && !b.p.scales_in_bulk) copy_scales(b, warp::get(token, first), row >= 0 ? scale_pack(b.p, b.control.output[rank()], row, 0) : nullptr, b.p.out_scale_pack_stride, first);
+        if (b.p.scale_packs && !b.p.scales_in_bulk) {
+            u32* const to = row >= 0 ? scale_pack(b.p, b.control.output[rank()], row, 0) : nullptr;
+            copy_scales(b, warp::get(token, first), to, b.p.out_scale_pack_stride, first);
+        }
         if (!warp::all(ring.wait(b))) return false;
         if (owns(s)) {
             if (row >= 0) store_stage(b, ring.at(s), b.control.output[rank()], row, true);

@@ -136,7 +136,7 @@ DEVICE bool write_chunk(const Block& b, const Work& work, const Given& given, It
     return true;
 }
 
-// By the announcer.
+// Expanded, by the announcer.
 DEVICE void announce_rows(const Block& b) {
     announce(b.control.mail, b.p.row_warps, [&](u32 warp, u32 code) {
         const Flag flag(b, warp, b.lane, code);
@@ -166,7 +166,6 @@ DEVICE void attend(const Block& b, u32 over) {
         MARK(b.d, D_ANNOUNCED);
     } else {
         if (b.tells() && !b.cached()) report_plain(b, over);
-        if (b.warp == b.p.row_warps) announce_rows(b);
         if (b.warp == WATCHER) watch_plain(b);
         MARK_IF(b.warp == WATCHER, b.d, D_WATCHED);
     }
@@ -175,56 +174,73 @@ DEVICE void attend(const Block& b, u32 over) {
 // By a block that sends or counts. Whether this warp has rows left to move afterwards; `moved`: how many it has.
 DEVICE bool run_sender(const Block& b, const Work& work, u32& moved) {
     const bool carries = b.sends() && b.carries(), counts = b.counts() && !b.cached();
-    Ring ring(b);
-    i32 row = -1, flag = -1;  // cached: of a first row
-    u32 over = RANKS;
-    bool ok;
-    Given given;
-    Items items;
+    i32 before = -1;  // plain: tokens before a first row, for the same rank
     if (counts) publish_counts(b);
     MARK(b.d, D_PUBLISHED);
-    if (carries && !b.cached() && !Sender(b, ring).land() && b.lane == 0) b.control.stuck = 1;
-    if (counts) {
-        ok = exchange_counts(b);
-        MARK(b.d, D_EXCHANGED);
-        if (!carries) {
-            load_given_ids(b, work.lanes, work.share, 0, given);
-            if (EXPANDED) load_weights(b, work.lanes, work.share, 0, items);
+    if (carries && !b.cached()) {
+        Ring ring(b);
+        // Plain: row warps find out how far down their first rows lie while others wait.
+        if (!EXPANDED) before = Sender(b, ring).look_ahead();
+        else if (!Sender(b, ring).land() && b.lane == 0) b.control.stuck = 1;
+    }
+    // Plain: twice through the same code. The first time nothing is known, and nothing is sent: the rows are waited for, and the instructions, which come from
+    // memory, are there when it matters.
+#pragma unroll 1
+    for (bool known = EXPANDED || b.cached();; known = true) {
+        u32 over = RANKS;
+        i32 row = -1, flag = -1;  // of a first row, if its place is known here
+        Given given;
+        Items items;
+        Ring ring(b);
+        if (known) {
+            bool ok;
+            if (counts) {
+                ok = exchange_counts(b);
+                MARK(b.d, D_EXCHANGED);
+                if (!carries) {
+                    load_given_ids(b, work.lanes, work.share, 0, given);
+                    if (EXPANDED) load_weights(b, work.lanes, work.share, 0, items);
+                }
+                if (EXPANDED) {
+                    scan_ranks(b);
+                    __syncthreads();
+                }
+                over = over_capacity(b);
+                if (!EXPANDED && carries && over == RANKS) row = Sender(b, ring).first_row(before);
+            } else {
+                if (b.cached() && carries) Sender(b, ring).look_up_first(row, flag);
+                if (b.cached() && !carries) load_weights(b, work.lanes, work.share, 0, items);
+                ok = !__syncthreads_or(b.warp == CLOSER && !acquire_places(b));
+            }
+            if (EXPANDED) ok = ok && b.control.stuck == 0;
+            MARK(b.d, D_STARTS);
+            if (!carries) {
+                const bool knows = counts || b.cached();
+                if (!ok || (knows && !write_chunk(b, work, given, items, over))) return false;
+                if (b.sends()) attend(b, over);
+                if (EXPANDED && knows && b.p.zero_padding && over == RANKS) zero_chunk(b);
+                return !b.sends() && b.carries();
+            }
+            if (!ok) {
+                Sender(b, ring).resume(-1, -1);
+                ring.drain(b);
+                arch::bulk_wait();
+                return false;
+            }
+            arch::fence_proxy_global();
         }
-        if (EXPANDED) {
-            scan_ranks(b);
-            __syncthreads();
+        if (!carries) continue;
+        Sender sender(b, ring);
+        sender.resume(row, flag);
+        const bool sent = sender.run(known);
+        if (!known) continue;
+        if (!EXPANDED) {
+            if (!sent && b.lane == 0) arch::add_release_cta_shared(&b.control.unsent, 1);
+            count_warp(b, &b.control.sent);
         }
-        over = over_capacity(b);
-    } else {
-        if (b.cached() && carries) Sender(b, ring).look_up_first(row, flag);
-        if (b.cached() && !carries) load_weights(b, work.lanes, work.share, 0, items);
-        ok = !__syncthreads_or(b.warp == CLOSER && !acquire_places(b));
+        moved = ring.head;
+        return EXPANDED;
     }
-    ok = ok && b.control.stuck == 0;
-    MARK(b.d, D_STARTS);
-    if (!carries) {
-        const bool knows = counts || b.cached();
-        if (!ok || (knows && !write_chunk(b, work, given, items, over))) return false;
-        if (b.sends()) attend(b, over);
-        if (EXPANDED && knows && b.p.zero_padding && over == RANKS) zero_chunk(b);
-        return !b.sends() && b.carries();
-    }
-    Sender sender(b, ring);
-    sender.resume(row, flag);
-    if (!ok) {
-        ring.drain(b);
-        arch::bulk_wait();
-        return false;
-    }
-    arch::fence_proxy_global();
-    const bool sent = sender.run();
-    if (!EXPANDED) {
-        if (!sent && b.lane == 0) arch::add_release_cta_shared(&b.control.unsent, 1);
-        count_warp(b, &b.control.sent);
-    }
-    moved = ring.head;
-    return EXPANDED || gridDim.x == b.p.senders;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const __grid_constant__ DispatchParams p) {
@@ -259,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) deepep_dispatch(const _
         if (b.counts())
             for (u32 i = threadIdx.x; i < p.experts + RANKS; i += THREADS) b.base()[i] = b.total()[i] = 0;
     }
-    mailboxes_init(b.control.mail, p.row_warps);
+    if (EXPANDED) mailboxes_init(b.control.mail, p.row_warps);
     if (counts) work.count(b, asked);
     bool moves = false;
     u32 moved = 0;

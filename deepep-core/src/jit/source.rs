@@ -94,7 +94,7 @@ pub(crate) const PACKET_CONTROL_BYTES: usize = 320;
 /// Threads of a barrier kernel's block.
 pub(crate) const BARRIER_THREADS: usize = 32;
 /// Shared memory of a dispatch block's control words.
-pub(crate) const DISPATCH_CONTROL_BYTES: usize = 3584;
+pub(crate) const DISPATCH_CONTROL_BYTES: usize = 4096;
 /// Bytes of a row that a warp of combine loads and sums at a time.
 pub(crate) const PIECE_BYTES: usize = 2048;
 /// Parts that the tokens of a combine are divided into: some are pulled, the others sent.

@@ -66,7 +66,7 @@ pub struct HeapLayout {
     pub handles: SlotArray,
     /// Output slots.
     pub outputs: SlotArray,
-    /// `[2 parities][peers][landing_slots]`: rows of a dispatch that come before their places are known.
+    /// `[2 parities][peers][landing_slots]`: rows of an expanded dispatch that come before their places are known.
     pub landing: SlotArray,
     /// Such rows of one rank, at most.
     pub landing_slots: usize,
@@ -109,7 +109,9 @@ impl HeapLayout {
                 return Err(Error::invalid("dispatch shape", format!("{shape:?}"), need));
             }
             output = output.max(OutputLayout::new(shape).bytes);
-            row = row.max(Self::landing_bytes(shape));
+            if shape.placement == Placement::Expanded {
+                row = row.max(Self::landing_bytes(shape));
+            }
             experts = experts.max(shape.experts);
             local_experts = local_experts.max(shape.local_experts());
         }
@@ -137,8 +139,7 @@ impl HeapLayout {
         let mut cursor = Cursor::at(workspace.bytes);
         let handles = SlotArray::place(&mut cursor, config.handle_slots, handle);
         let outputs = SlotArray::place(&mut cursor, config.output_slots, output);
-        // Packets need no places.
-        let landing_slots = if packets { 0 } else { (LANDING_SLOTS / ranks).min(max_tokens) };
+        let landing_slots = if packets || row == 0 { 0 } else { (LANDING_SLOTS / ranks).min(max_tokens) };
         let landing = SlotArray::place(&mut cursor, 2 * (ranks - 1) * landing_slots, row);
         let receive = SlotArray::place(&mut cursor, config.receive_sets, set);
         let inputs = SlotArray::place(&mut cursor, config.combine_inputs, input.bytes);
@@ -164,10 +165,11 @@ impl HeapLayout {
         })
     }
 
-    /// How many rows of a rank can come before their places are known in a dispatch of this shape: none, if they are larger than the rows that the buffer was
-    /// made for.
+    /// How many rows of a rank can come before their places are known in a dispatch of this shape: none in the plain layout, nor if they are larger than the
+    /// rows that the buffer was made for.
     pub(crate) fn landing_slots(&self, shape: &DispatchShape) -> usize {
-        if Self::landing_bytes(shape) <= self.landing.stride { self.landing_slots } else { 0 }
+        let fits = Self::landing_bytes(shape) <= self.landing.stride;
+        if shape.placement == Placement::Expanded && fits { self.landing_slots } else { 0 }
     }
 
     /// A landing slot holds a row and its scales, in whole cache lines.

@@ -40,8 +40,7 @@ pub struct WorkspaceLayout {
     pub counts: usize,
     /// Cells of one block in [`counts`](Self::counts).
     pub count_cells: usize,
-    /// Peer, `u64[ranks * max_tokens]`. Expanded, by token index: a row is in its first place, or has landed. Plain, by source rank and landing slot: a row has
-    /// landed.
+    /// Peer, `u64[ranks * max_tokens]`, by token index: a row of an expanded dispatch is in its first place, or has landed.
     pub ready: usize,
     /// Peer, `u32[ranks][MAX_BLOCKS]`: a sending block of a plain dispatch is done.
     pub done: usize,

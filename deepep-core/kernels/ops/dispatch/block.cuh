@@ -25,7 +25,8 @@ struct Control {
     u32 senders[MAX_RANKS];
     i32 rows[MAX_RANKS];    // what each rank is about to receive
     u32 from[MAX_RANKS];    // what this rank is about to receive from each rank (the block of the first chunk)
-    u32 to_rank[WARPS][MAX_RANKS];  // tokens for each rank that a worker counted; then those of the workers before it
+    u32 to_rank[WARPS][MAX_RANKS];  // tokens for each rank that a worker counted
+    u32 before[MAX_RANKS][WARPS];   // those of the workers before it
     u32 tables;             // workers that have written this rank's tables
     u32 told;               // workers that have told other ranks of their tokens
     u32 summed;             // workers (of the block of the first chunk) that have summed experts' tokens
@@ -167,23 +168,19 @@ struct Ring {
     }
 };
 
-// What a place cell says of its rank, besides the slots: sending blocks, and how many rows of each land before their places are known.
-DEVICE u32 place_senders(u32 place) { return place >> 20 & 0x7f; }
-DEVICE u32 place_landed(u32 place) { return place >> 27; }
+// Sending blocks of a rank, from its place cell.
+DEVICE u32 place_senders(u32 place) { return place >> 20; }
 
-// A flag of a row, as a row warp hands it in: the rank, and in the expanded layout the row's token index, with LANDED if it is not in its first place but has
-// landed; in the plain layout, of a row that has landed, its token index + 1, or 0 if the token does not go there.
+// Expanded: the flag of a row, as a row warp hands it in: the rank and the row's token index, with LANDED if it is not in its first place but has landed.
 constexpr u32 LANDED = 1u << (CODE_RANK_SHIFT - 1);
 struct Flag {
     u64* cell;
-    u64 value;  // epoch << 32, and: expanded, 0, or landing slot + 1; plain, token index + 1, or 0
+    u64 value;  // epoch << 32, and 0, or landing slot + 1
     // `warp`, `lane`: whose row it is.
     DEVICE Flag(const Block& b, u32 warp, u32 lane, u32 code) {
-        const u32 rank = code >> CODE_RANK_SHIFT, said = code & (LANDED - 1);
         const u32 slot = b.part * b.p.landed + warp + b.p.row_warps * (lane / STAGE_LANES);
-        const u32 index = EXPANDED ? said : b.me * b.p.landing_slots + slot;
-        cell = cell64(b.d, rank, b.d.ready) + index;
-        value = pack_cell(b.epoch, !EXPANDED ? said : code & LANDED ? slot + 1 : 0);
+        cell = cell64(b.d, code >> CODE_RANK_SHIFT, b.d.ready) + (code & (LANDED - 1));
+        value = pack_cell(b.epoch, code & LANDED ? slot + 1 : 0);
     }
 };
 

@@ -111,11 +111,10 @@ DEVICE void sum_pair(const Block& b, u32 pair, Tell tell) {
 // Tells all ranks what they need for positions. Behind a block barrier.
 DEVICE void publish_counts(const Block& b) {
     if (b.warp < RANKS) {
-        u32* counted = &b.control.to_rank[b.lane % WARPS][b.warp];
         const bool worker = b.lane >= b.first_worker() && b.lane < WARPS;
-        const i32 mine = worker ? (i32)*counted : 0, upto = warp::inclusive_sum(mine, b.lane), all = warp::get(upto, 31);
+        const i32 mine = worker ? (i32)b.control.to_rank[b.lane][b.warp] : 0, upto = warp::inclusive_sum(mine, b.lane), all = warp::get(upto, 31);
         if (b.lane < RANKS) arch::st_relaxed_sys(b.counts(b.lane, b.me, b.part) + b.warp, pack_cell(b.epoch, all));
-        if (worker) *counted = upto - mine;
+        if (worker) b.control.before[b.warp][b.lane] = upto - mine;
     }
     if (!EXPANDED) return;
     // From the last thread on: the first warps have told of ranks.
@@ -135,4 +134,19 @@ DEVICE void publish_experts(const Block& b) {
             arch::st_relaxed_sys(b.counts(r, b.me, b.part) + COUNT_PAIRS + i, pack_cell(b.epoch, sum));
             if (other != r && other < RANKS) arch::st_relaxed_sys(b.counts(other, b.me, b.part) + COUNT_PAIRS + i, pack_cell(b.epoch, sum));
         });
+}
+
+// Plain: where the first row of a lane's stage goes, as far as this block knows it: tokens for the same rank before it in the chunk; −1: nowhere. By a warp,
+// whose lanes ask for token `in_chunk` of the first ones and rank r; EMPTY for none. The workers have met.
+DEVICE i32 first_place(const Block& b, u32 in_chunk, u32 r) {
+    i32 index = -1;
+    const u32 low = b.first_ranks()[b.lane], high = b.lane < MOST_FIRST_TOKENS - 32 ? b.first_ranks()[32 + b.lane] : 0;
+#pragma unroll
+    for (u32 i = 0; i < RANKS; i++) {
+        const u64 goes = (u64)warp::ballot(high >> i & 1) << 32 | warp::ballot(low >> i & 1);
+        if (i != r || in_chunk == EMPTY || !(goes >> in_chunk & 1)) continue;
+        const u64 before = goes & (((u64)1 << in_chunk) - 1);
+        index = __popc((u32)before) + __popc((u32)(before >> 32));
+    }
+    return index;
 }

@@ -1,9 +1,9 @@
-// Rows inside a rank: own rows to their places, rows that landed here before their places were known, and in the expanded layout the other places of rows
+// Rows inside a rank: own rows to their places, and in the expanded layout rows that landed here before their places were known, and the other places of rows
 // that came in.
 #pragma once
 #include "ops/dispatch/send.cuh"
 
-// A row warp of a block that does not send, or of one that is done sending.
+// A row warp of a block that does not send, or (expanded) of one that is done sending.
 struct Mover {
     static constexpr u32 ROWS = (MAX_TOPK + STAGE_LANES - 1) / STAGE_LANES;
 
@@ -25,7 +25,7 @@ struct Mover {
     MARK_STATE(none_in);
 
     DEVICE Mover(const Block& block, Ring& r)
-        : b(block), ring(r), token(-1), from(-1), own_ticket(0), in_ticket(0), more_own(EXPANDED || !block.sends()), more_in(EXPANDED), index(-1),
+        : b(block), ring(r), token(-1), from(-1), own_ticket(0), in_ticket(0), more_own(true), more_in(EXPANDED), index(-1),
           source(0), place(-1), weight(0), asked(false), heard(0),
           received(0), base(0), visits(0) {
 #pragma unroll
@@ -209,32 +209,6 @@ struct Mover {
         warp::sync();
         return came;
     }
-    // Plain: this warp's share of the rows that landed here.
-    DEVICE bool take_landed() {
-        const u32 first = b.sends() ? 0 : b.p.senders, each = b.p.row_warps, warps = (b.sends() ? b.p.senders : gridDim.x - first) * each;
-        bool ok = true;
-        for (u32 i = 1; i < RANKS; i++) {
-            // The place was acquired before this rank's tables were published.
-            const u32 rank = (b.me + i) % RANKS, value = (u32)arch::ld_relaxed_sys(b.totals(b.me, rank) + CELL_PLACE);
-            const u32 slots = place_senders(value) * place_landed(value);
-            for (u32 slot = (blockIdx.x - first) * each + b.warp; ok && slot < slots; slot += warps) {
-                if (!ring.room()) ok = store_oldest();
-                u64 flag = 0;
-                ok = ok && wait_flag(rank, rank * b.p.landing_slots + slot, flag);
-                if (!ok || (u32)flag == 0) continue;
-                if (owns(ring.next_stage())) {
-                    arch::bulk_wait_read();
-                    token = -1;
-                    from = landed(rank, slot);
-                    rows[0] = lane_in_stage() == 0 ? (i32)flag - 1 : -1;
-                }
-                warp::sync();
-                load_in(landed(rank, slot));
-            }
-        }
-        while (ok && ring.tail != ring.head) ok = store_oldest();
-        return ok;
-    }
     DEVICE bool store_oldest() {
         const u32 s = ring.tail % ring.count;
         const i32 t = warp::get(token, s * STAGE_LANES);
@@ -260,7 +234,7 @@ struct Mover {
         if (ok) {
             if (prefetched)
                 look_up(b.lane / STAGE_LANES < ring.head);
-            else if (more_own)
+            else
                 draw_own();
             if (EXPANDED) {
                 read_counts();
@@ -314,7 +288,6 @@ struct Mover {
             }
             ok = store_oldest();
         }
-        if (!EXPANDED && !b.cached()) ok = ok && take_landed();
         ring.drain(b);
         arch::bulk_wait();
         MARK(b.d, D_MOVE_END);

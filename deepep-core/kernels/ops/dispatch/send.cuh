@@ -60,7 +60,8 @@ DEVICE void copy_scales(const Block& b, u32 token, u32* to, i64 stride, u32 firs
 }
 
 // A row warp of a sending block. The fixed part of the chunk is shared out among its row warps; the rest of all chunks is drawn. The first rows, one a
-// stage, are loaded before anything is known, and sent before their places are: they land on the other ranks, who put them into their places.
+// stage, are loaded before anything is known, and sent before there are tables; in the expanded layout before their places are known: they land on the other
+// ranks, who put them into their places.
 struct Sender {
     const Block& b;
     Ring& ring;
@@ -88,8 +89,13 @@ struct Sender {
         ring.head = 0;
     }
     DEVICE u32 first_rows() const { return fixed < ring.count ? fixed : ring.count; }
+    // The first token in this lane's stage, or −1.
+    DEVICE i32 first_token_here() const {
+        const u32 s = b.lane / STAGE_LANES;
+        return s < first_rows() ? (i32)first_token(s) : -1;
+    }
     DEVICE bool lands(u32 t) const { return t - t0 < b.p.landed; }
-    // When it is known which ranks tokens go to: sends those of the first rows that may land. No permission is needed, see docs/protocol.md. False if a load does
+    // Expanded, when it is known which ranks tokens go to: sends those of the first rows that may land. No permission is needed, see docs/protocol.md. False if a load does
     // not end.
     DEVICE bool land() {
         arch::fence_proxy_global();
@@ -112,8 +118,7 @@ struct Sender {
     // Takes up the first rows, and what is known of their places.
     DEVICE void resume(i32 first_row, i32 first_flag) {
         taken = ring.head = first_rows();
-        const u32 s = b.lane / STAGE_LANES;
-        token = s < first_rows() ? (i32)first_token(s) : -1;
+        token = first_token_here();
         row = first_row;
         flag = first_flag;
     }
@@ -137,11 +142,17 @@ struct Sender {
         first_row = row;
         first_flag = flag;
     }
-    // In a fresh one tables do. A row that has landed is on its way, and its flag says where it belongs.
+    // Plain, fresh: what is known before the exchange; and the row, from that and the block's base.
+    DEVICE i32 look_ahead() const {
+        const i32 t = first_token_here();
+        return first_place(b, t >= 0 && sends() ? t - t0 : EMPTY, rank());
+    }
+    DEVICE i32 first_row(i32 before) const { return before < 0 ? -1 : b.base()[b.p.experts + rank()] + before; }
+    // Expanded, fresh: tables say so. A row that has landed is on its way, and its flag says where it belongs.
     DEVICE void place_first() {
         look_up_first(row, flag);
         if (token < 0 || !lands((u32)token) || !sends() || rank() == b.me) return;
-        flag = EXPANDED ? (flag >= 0 ? flag | (i32)LANDED : -1) : row + 1;
+        if (flag >= 0) flag |= (i32)LANDED;
         row = -1;
     }
     // Row and flag of the token in stage s.
@@ -200,7 +211,7 @@ struct Sender {
         if (ring.head < ring.count) return true;
         bool ok = true;
         if (owns(s)) {
-            if (flag >= 0) {
+            if (EXPANDED && flag >= 0) {
                 arch::bulk_wait();
                 ok = publish();
             } else {
@@ -210,18 +221,25 @@ struct Sender {
         return warp::all(ok);
     }
 
-    // False if not everything was sent.
-    DEVICE bool run() {
-        bool ok = true, more = true;
-        if (b.p.drawn) draw();
-        // Tables say where rows go, unless the handle does.
-        if (!b.cached()) {
-            ok = wait_tables_together(b);
-            if (ok) place_first();
-            MARK(b.d, D_TABLES_KNOWN);
-        }
+    // Tables say where rows go, unless the handle does. Plain: later rows, expanded: the first ones, too.
+    DEVICE bool wait_for_places() {
+        bool ok = b.cached() || (EXPANDED ? wait_tables_together(b) : wait_tables(b));
+        if (EXPANDED && ok && !b.cached()) place_first();
+        MARK(b.d, D_TABLES_KNOWN);
+        return ok;
+    }
+    // False if not everything was sent. Plain, not `known`: the first rows have no places yet, and nothing comes behind them.
+    DEVICE bool run(bool known) {
+        bool ok = true, first = true, more = true;
+        if (known && b.p.drawn) draw();
         while (ok) {
-            if (more && ring.room() && ring.head - ring.tail < b.p.ahead) {
+            if (first && (EXPANDED || ring.tail == ring.head)) {
+                if (!known) break;
+                first = false;
+                ok = wait_for_places();
+                continue;
+            }
+            if (!first && more && ring.room() && ring.head - ring.tail < b.p.ahead) {
                 const i32 t = next();
                 if (t < 0) {
                     more = false;
@@ -237,9 +255,15 @@ struct Sender {
             if (ring.tail == ring.head) break;
             ok = send_oldest();
         }
+        if (!known) return ok;
         ring.drain(b);
-        // Expanded: a row's flag says that what its receiver is told of it has arrived, too. The announcer knows; here are the last flags of this warp.
-        if (EXPANDED) ok = ok && wait_tables(b, true);
+        if (!EXPANDED) {
+            arch::bulk_wait();
+            MARK(b.d, D_SEND_END);
+            return ok;
+        }
+        // A row's flag says that what its receiver is told of it has arrived, too. The announcer knows; here are the last flags of this warp.
+        ok = ok && wait_tables(b, true);
         // In the order in which they were sent: what has arrived is not kept waiting for what has not.
         for (u32 i = 0; i < ring.count; i++) {
             if (owns((ring.head + i) % ring.count)) {

@@ -32,7 +32,7 @@ DEVICE void each_rank(const Block& b, const TokenLanes& l, i32 dest, i32& next, 
     }
 }
 // What lane r starts with.
-DEVICE i32 first_index(const Block& b) { return b.lane < RANKS ? b.base()[b.p.experts + b.lane] + b.control.to_rank[b.warp][b.lane] : 0; }
+DEVICE i32 first_index(const Block& b) { return b.lane < RANKS ? b.base()[b.p.experts + b.lane] + b.control.before[b.lane][b.warp] : 0; }
 
 // Tells rank r of a token. By the lanes of the token.
 DEVICE void tell_rank(const Block& b, const TokenLanes& l, u32 r, u32 group, i32 index, u32 t, i32 e, i32 dest, i32 row, float weight) {

@@ -204,7 +204,7 @@ impl DispatchNumbers {
                 let slots = self.params.landing_slots as usize;
                 let shares = grid.shares(call.tokens, slots, call.topk_idx != 0);
                 let params = DispatchParams {
-                    place: params.place | (grid.senders as u32) << 20 | (shares.landed as u32) << 27,
+                    place: params.place | (grid.senders as u32) << 20,
                     landed: shares.landed as u32,
                     counters: shares.counters as u32,
                     chunk_tokens: shares.chunk_tokens as u32,

@@ -15,8 +15,6 @@ const MOST_ROW_WARPS: usize = WARPS / 2;
 const LEAST_WORKERS: usize = 4;
 /// Rows of a block that leave before there are tables, at most: one for each stage.
 pub(super) const MOST_FIRST_TOKENS: usize = (WARPS - LEAST_WORKERS) * MAX_STAGES;
-/// Of those, how many land on other ranks before their places are known, at most: the place cell has five bits for it.
-const MOST_LANDED: usize = 31;
 /// Tokens of one sending block at most: it counts them in 16 bits, and in the expanded layout counts of eight blocks are summed in 16 bits.
 const fn most_tokens(placement: Placement) -> usize {
     match placement {
@@ -165,7 +163,11 @@ impl DispatchGrid {
         let most_warps =
             if wanted.row_warps > 0 { wanted.row_warps.min(WARPS - LEAST_WORKERS) } else { MOST_ROW_WARPS };
         let row_warps = (stages / depth).min(most_warps);
-        let ahead = if wanted.ahead > 0 { wanted.ahead.min(depth) } else { depth.div_ceil(2) };
+        let ahead = match (wanted.ahead, shape.placement) {
+            (1.., _) => wanted.ahead.min(depth),
+            (0, Placement::Plain) => depth.div_ceil(2),
+            (0, Placement::Expanded) => depth,
+        };
         let (blocks, senders) = Self::roles(shape, limits, wanted);
         let most = senders * most_tokens(shape.placement);
         if most < shape.max_tokens {
@@ -227,11 +229,7 @@ impl DispatchGrid {
             chunk_rest,
             worker_tokens: largest.div_ceil(workers(counters > 0)),
             first_share: first.div_ceil(workers(false)),
-            landed: if fresh {
-                first.min(chunk_tokens).min(slots / self.senders).min(MOST_LANDED)
-            } else {
-                0
-            },
+            landed: if fresh { first.min(chunk_tokens).min(slots / self.senders) } else { 0 },
         }
     }
 

@@ -298,7 +298,7 @@ mod tests {
             assert!(l.handles.at(l.handles.count) <= l.outputs.offset);
             assert!(l.outputs.at(l.outputs.count) <= l.landing.offset);
             assert!(l.landing.at(l.landing.count) <= l.receive.offset);
-            assert_eq!(l.landing_slots, (2048 / ranks).min(300));
+            assert_eq!(l.landing_slots, (1024 / ranks).min(300));
             assert_eq!((l.landing.count, l.landing.stride), (2 * (ranks - 1) * l.landing_slots, 7424));
             assert!(l.receive.at(l.receive.count) <= l.bytes);
             assert_eq!(l.bytes % HEAP_ALIGNMENT, 0);

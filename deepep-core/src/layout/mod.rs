@@ -54,7 +54,7 @@ pub const MAX_BLOCKS: usize = 256;
 /// Most blocks of one kernel that send.
 pub const MAX_SENDERS: usize = 64;
 /// Rows that the ranks send to one rank before their places are known, at most.
-pub const LANDING_SLOTS: usize = 2048;
+pub const LANDING_SLOTS: usize = 1024;
 /// Rows are multiples of this.
 pub const ROW_GRANULARITY: usize = 16;
 /// Alignment of a heap and of its total size: the granularity of device memory mappings.

@@ -119,6 +119,7 @@ pub(super) struct Ranks<'a> {
     pub(super) count_tag: u32,
 }
 
+#[allow(clippy::large_enum_variant)] // Boxed, and lives for one launch.
 pub(super) enum Arguments {
     Dispatch(DispatchArguments),
     Combine(CombineArguments),

@@ -224,7 +224,7 @@ DEVICE bool run_sender(const Block& b, const Work& work, u32& moved) {
             if (!ok) {
                 Sender(b, ring).resume(-1, -1);
                 ring.drain(b);
-                arch::bulk_wait();
+                if (EXPANDED) arch::bulk_wait();
                 return false;
             }
             arch::fence_proxy_global();
@@ -238,7 +238,7 @@ DEVICE bool run_sender(const Block& b, const Work& work, u32& moved) {
             if (!sent && b.lane == 0) arch::add_release_cta_shared(&b.control.unsent, 1);
             count_warp(b, &b.control.sent);
         }
-        moved = ring.head;
+        if (EXPANDED) moved = ring.head;
         return EXPANDED;
     }
 }

@@ -95,8 +95,8 @@ struct Sender {
         return s < first_rows() ? (i32)first_token(s) : -1;
     }
     DEVICE bool lands(u32 t) const { return t - t0 < b.p.landed; }
-    // Expanded, when it is known which ranks tokens go to: sends those of the first rows that may land. No permission is needed, see docs/protocol.md. False if a load does
-    // not end.
+    // Expanded, when it is known which ranks tokens go to: sends those of the first rows that may land. No permission is needed, see docs/protocol.md. False if
+    // a load does not end.
     DEVICE bool land() {
         arch::fence_proxy_global();
         const u32 r = rank();

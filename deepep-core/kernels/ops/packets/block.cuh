@@ -167,7 +167,6 @@ struct Loading {
         for (u32 j = 0; j < 2 * ROW_WORDS; j++) row.w[j] = w[j];
     }
 };
-// `output`: b.output(), which is known before the row is.
 DEVICE void store_row(const Block& b, u64 output, u32 to, u32 g, const Row& row) {
     const u32 words = b.row_words();
     u64* at = (u64*)(output + b.p.rows + (u64)to * (8 * words)) + g;

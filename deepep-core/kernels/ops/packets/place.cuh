@@ -69,7 +69,6 @@ DEVICE bool place(const Block& b, Incoming& in) {
     Unit unit(b, in);
     const u32 index = unit.here && !(EXPANDED && in.row()) ? unit.index() : 0;
     unit.find(index);
-    const u64 output = b.output();
     if (unit.here && !warp::all(in.wait())) return false;
     if (in.row()) {
         MARK_IF(unit.here && in.turn * (b.parts() + 1) + in.part < WARPS, b.d, PD_ROW_FIRST);
@@ -79,7 +78,7 @@ DEVICE bool place(const Block& b, Incoming& in) {
 #pragma unroll 1
         for (u32 rest = unit.here; rest; rest = EXPANDED ? rest & (rest - 1) : 0) {
             const u32 to = (u32)warp::get(unit.row, __ffs(rest) - 1);
-            if (in.waits) store_row(b, output, to, in.g(), row);
+            if (in.waits) store_row(b, b.output(), to, in.g(), row);
         }
         // What is not here was not waited for. If it comes all the same, its packets carry this epoch's tag.
         in.scrub();

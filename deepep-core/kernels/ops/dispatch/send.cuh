@@ -20,7 +20,8 @@ DEVICE bool wait_tables(const Block& b, bool told = false) {
 DEVICE bool wait_tables_together(const Block& b) {
     if (b.warp == 0 && arch::ld_acquire_cta_shared(&b.control.known) == 0) {
         const bool ok = wait_tables(b);
-        if (b.lane == 0) arch::st_release_cta_shared(&b.control.known, ok ? TABLES_THERE : TABLES_MISSING);
+        // It was 0. An addition, since tools that look for races in shared memory follow no plain store that others wait for.
+        if (b.lane == 0) arch::add_release_cta_shared(&b.control.known, ok ? TABLES_THERE : TABLES_MISSING);
         return ok;
     }
     u32 known = 0;

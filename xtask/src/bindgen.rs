@@ -2,11 +2,10 @@
 
 use crate::cuda_functions::{EXTRA_TYPES, FUNCTIONS, Function, MACROS};
 use crate::wheels::{CUDA_HEADERS, CudaHeaders, root};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use quote::ToTokens;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::path::Path;
 use std::process::Command;
 
 /// Header of each generated file.
@@ -26,24 +25,16 @@ pub fn compiler_headers() -> Result<String> {
     Ok(String::from_utf8(out.stdout)?.trim().to_owned())
 }
 
-/// Sees to it that bindgen finds libclang: the installed one, or Debian's package.
+/// Sees to it that bindgen finds libclang, in the places where it looks: the installed one, or Debian's package.
 pub fn need_libclang() -> Result<()> {
-    let found = Path::new("/usr/lib")
-        .read_dir()?
-        .chain(Path::new("/usr/lib/x86_64-linux-gnu").read_dir().into_iter().flatten())
-        .flatten()
-        .any(|e| {
-            e.file_name().to_string_lossy().starts_with("llvm-")
-                && e.path().join("lib/libclang.so.1").exists()
-                || e.file_name().to_string_lossy().starts_with("libclang-")
-        });
-    if found || std::env::var_os("LIBCLANG_PATH").is_some() {
+    if clang_sys::load().is_ok() {
         return Ok(());
     }
     eprintln!("xtask: installing libclang from the distribution's packages");
     crate::wheels::run(Command::new("apt-get").args(["update", "-qq"]))?;
     crate::wheels::run(Command::new("apt-get").args(["install", "-y", "-qq", "libclang1"]))
-        .context("libclang is needed: set LIBCLANG_PATH, or run as root on Debian")
+        .context("libclang is needed: set LIBCLANG_PATH, or run as root on Debian")?;
+    clang_sys::load().map_err(|e| anyhow!("libclang was installed, but is not found: {e}"))
 }
 
 /// How all bindings look: newtypes for enums, layouts that are asserted, no comments.

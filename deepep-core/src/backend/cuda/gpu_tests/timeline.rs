@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 
 use super::input::Case;
 use super::machine::{Buffer, Machine, Outcome};
-use super::times::{FLUSH, Graph, Operation, each_case, edited};
+use super::times::{Graph, Operation, each_case, edited};
 use super::{Bench, Round, machine, numbers};
 use crate::layout::MAX_BLOCKS;
 
@@ -244,8 +244,7 @@ impl Bench {
     }
 
     fn timeline(&self, operation: Operation) -> Outcome<String> {
-        let flush: Vec<Buffer> =
-            self.group.ranks.iter().map(|r| Buffer::new(&r.context, FLUSH)).collect::<Outcome<_>>()?;
+        let before = self.before(operation)?;
         let calls = if self.case.max_tokens < SMALL { CALLS } else { 1 };
         let ranks = self.group.ranks.iter().enumerate();
         let launch = |r| (0..calls).try_for_each(|_| self.launch(operation, r));
@@ -257,7 +256,7 @@ impl Bench {
         let mut times = Vec::new();
         let marks = self.marks(|| {
             let call = |r: usize| graphs.get(r).map_or_else(|| launch(r), Graph::launch);
-            times.push(self.sample(&flush, call)? / calls as f64);
+            times.push(self.sample(&before, call)? / calls as f64);
             Ok(())
         })?;
         let (dispatches, combines) = match operation {
@@ -315,6 +314,7 @@ fn of_case(machine: &Machine, case: &Case, only: &str) -> Outcome<String> {
     let bench = Bench::new(machine, case)?;
     let round = if combines { Round::drawn(case, 1) } else { Round::of_dispatch(case, 1) };
     bench.upload(0, &round)?;
+    bench.upload(1, &round)?;
     bench.each(true, |r| bench.give_rows(r, 0))?;
     bench.each(true, |r| bench.launch_dispatch(r, 0, 0, 0, false))?;
     let mut text = String::new();

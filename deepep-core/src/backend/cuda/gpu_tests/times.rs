@@ -8,6 +8,9 @@
 //! `DEEPEP_TEST_COOPERATIVE=1` says whether the driver refuses grids that can't be resident as a whole (by default if they are not early). Ranks may share a device;
 //! then nothing crosses a link, and the times say what the kernels cost without one.
 //!
+//! L2 is emptied before each sample; with `DEEPEP_TEST_COLD=data` the call is then made once with other rows, so that instructions don't come from memory, and with
+//! `DEEPEP_TEST_COLD=nothing` L2 is as the call before has left it.
+//!
 //! `DEEPEP_TEST_ALTER='from=>to~~from=>to'` replaces text in the kernels before they are compiled: what a part costs is seen when it is left out.
 //! Results are not looked at then.
 
@@ -23,7 +26,15 @@ const ITERATIONS: usize = 31;
 const fn chain(tokens: usize) -> usize {
     if tokens < 512 { 50 } else { 20 }
 }
-pub(super) const FLUSH: usize = 256 << 20;
+const FLUSH: usize = 256 << 20;
+
+/// What stands before each sample, in stream order.
+pub(super) struct Before {
+    /// Overwritten, a buffer for each rank, so that nothing else is in L2.
+    flush: Vec<Buffer>,
+    /// Called then, with other rows: instructions are in the caches, and nothing of what the sample reads and writes.
+    other: Option<Operation>,
+}
 
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Operation {
@@ -127,12 +138,42 @@ impl Bench {
         }
     }
 
-    /// Slowest rank, from event to event around `calls` on every rank, ranks aligned by a barrier before. `flush`: L2 is emptied first.
-    pub(super) fn sample(&self, flush: &[Buffer], calls: impl Fn(usize) -> Outcome) -> Outcome<f64> {
+    /// The same instructions with other rows, into other slots. `launch` finds what it needs of earlier calls as it was.
+    fn launch_other(&self, operation: Operation, r: usize) -> Outcome {
+        match operation {
+            Operation::Empty => Ok(()),
+            Operation::Dispatch => self.launch_dispatch(r, 1, 1, 1, false),
+            Operation::Cached => self.launch_dispatch(r, 1, 2, 0, true),
+            Operation::Combine => self.launch_combine(r, 1, 0, 0),
+            Operation::Pair => {
+                self.launch_dispatch(r, 1, 1, 1, false)?;
+                self.launch_combine(r, 1, 1, 1)
+            }
+        }
+    }
+
+    /// What stands before each sample of an operation.
+    pub(super) fn before(&self, operation: Operation) -> Outcome<Before> {
+        let cold = std::env::var("DEEPEP_TEST_COLD").unwrap_or_default();
+        let (ranks, other) = match cold.as_str() {
+            "" => (&self.group.ranks[..], None),
+            "data" => (&self.group.ranks[..], Some(operation)),
+            "nothing" => (&[][..], None),
+            _ => return Err(format!("DEEPEP_TEST_COLD={cold}: \"data\" or \"nothing\" is known").into()),
+        };
+        let flush = ranks.iter().map(|r| Buffer::new(&r.context, FLUSH)).collect::<Outcome<_>>()?;
+        Ok(Before { flush, other })
+    }
+
+    /// Slowest rank, from event to event around `calls` on every rank, ranks aligned by a barrier before.
+    pub(super) fn sample(&self, before: &Before, calls: impl Fn(usize) -> Outcome) -> Outcome<f64> {
         let events: Vec<_> =
             self.group.ranks.iter().map(|r| Ok((r.event()?, r.event()?))).collect::<Outcome<_>>()?;
-        for (rank, buffer) in self.group.ranks.iter().zip(flush) {
+        for (rank, buffer) in self.group.ranks.iter().zip(&before.flush) {
             rank.overwrite(buffer.address(), FLUSH)?;
+        }
+        if let Some(operation) = before.other {
+            (0..self.group.ranks.len()).try_for_each(|r| self.launch_other(operation, r))?;
         }
         for (r, rank) in self.group.ranks.iter().enumerate() {
             let _bound = rank.context.bind()?;
@@ -155,12 +196,11 @@ impl Bench {
 
     /// A single call, a call of a chain, and a call of a chain replayed as a graph; L2 emptied before each chain.
     fn time(&self, operation: Operation) -> Outcome<[f64; 3]> {
-        let flush: Vec<Buffer> =
-            self.group.ranks.iter().map(|r| Buffer::new(&r.context, FLUSH)).collect::<Outcome<_>>()?;
-        let single = || self.sample(&flush, |r| self.launch(operation, r));
+        let before = self.before(operation)?;
+        let single = || self.sample(&before, |r| self.launch(operation, r));
         let calls = chain(self.case.max_tokens);
         let chained = || {
-            let all = self.sample(&flush, |r| (0..calls).try_for_each(|_| self.launch(operation, r)))?;
+            let all = self.sample(&before, |r| (0..calls).try_for_each(|_| self.launch(operation, r)))?;
             Ok(all / calls as f64)
         };
         median(5, single)?;
@@ -176,7 +216,7 @@ impl Bench {
             .map(|(r, rank)| Graph::capture(rank, || (0..calls).try_for_each(|_| self.launch(operation, r))))
             .collect::<Outcome<_>>()?;
         self.group.wait()?;
-        let replay = || Ok(self.sample(&flush, |r| graphs[r].launch())? / calls as f64);
+        let replay = || Ok(self.sample(&before, |r| graphs[r].launch())? / calls as f64);
         median(3, replay)?;
         Ok([single, chained, median(11, replay)?])
     }
@@ -306,6 +346,7 @@ fn times_of(machine: &Machine, case: &Case, only: &str) -> Outcome<String> {
     let combines = wanted.iter().any(|(_, operation)| operation.combines());
     let round = if combines { Round::drawn(case, 1) } else { Round::of_dispatch(case, 1) };
     bench.upload(0, &round)?;
+    bench.upload(1, &round)?;
     bench.each(true, |r| bench.give_rows(r, 0))?;
     bench.each(true, |r| bench.launch_dispatch(r, 0, 0, 0, false))?;
     for (name, operation) in wanted {

@@ -4,6 +4,7 @@
 //! see what a weak memory order does.
 
 mod dispatch;
+mod following;
 mod kernels;
 mod packets;
 mod pull;

@@ -163,12 +163,22 @@ impl<'a> Ranks<'a> {
 
     /// Ranks that make different calls, perhaps.
     pub(super) fn of(cases: &[&'a Case], limits: Limits, epoch: u32) -> Outcome<Self> {
+        Self::with_slots(cases, limits, epoch, [OUTPUT_SLOTS, HANDLE_SLOTS])
+    }
+
+    /// With so many slots for outputs, and for handles.
+    pub(super) fn with_slots(
+        cases: &[&'a Case],
+        limits: Limits,
+        epoch: u32,
+        [output_slots, handle_slots]: [usize; 2],
+    ) -> Outcome<Self> {
         let case = cases[0];
         let config = HeapConfig {
             dispatch: cases.iter().map(|case| case.dispatch_shape()).collect(),
             combine: cases.iter().map(|case| case.combine_shape()).collect(),
-            output_slots: OUTPUT_SLOTS,
-            handle_slots: HANDLE_SLOTS,
+            output_slots,
+            handle_slots,
             receive_sets: case.sets,
             combine_inputs: case.combine_inputs(),
             packets: case.packets,

@@ -10,7 +10,7 @@
 //
 // Order: a row is complete when its bulk group is (wait_group, not .read). Plain: row warps count themselves done, then one thread stores `done` with release
 // at system scope. Expanded: the announcer's fence, or the release of a last flag (comm/announce.cuh). Peers' slots are written only after their place cell was
-// acquired, which says that their earlier readers have ended.
+// acquired, which says that their earlier readers have ended; landing slots, of which there are two sets, before that.
 #include "arch/launch.cuh"
 #include "ops/dispatch/move.cuh"
 #include "ops/dispatch/tables.cuh"

@@ -1,7 +1,7 @@
 // Phase 2: counts of all blocks of all ranks, and from them every position; places of this call.
 //
 // Who writes: block c of rank s its counts into `counts[parity][s][c]` of every rank, the last block of rank s its place into `totals[parity][s]`.
-// Who waits: every sending block, for all of them. Why nothing is overwritten early: docs/protocol.md, section 2.
+// Who waits: every block that counts, for all of them. Why nothing is overwritten early: docs/protocol.md, section 2.
 #pragma once
 #include "ops/dispatch/count.cuh"
 
@@ -353,14 +353,14 @@ DEVICE i32 prefix_sum(const Block& b, u32 s) {
 DEVICE void write_prefix_sums(const Block& b, u32 over, u32 thread) {
     if (thread < RANKS) b.mine<i32>(b.p.rank_psum)[thread] = over == RANKS ? prefix_sum(b, thread) : 0;
 }
-// See report.cuh.
+// See report.cuh. In the expanded layout prefix sums came before tables.
 DEVICE void tell_counts(const Block& b, u32 over, u32 thread, u32 threads) {
     const u32 local = b.p.local_experts, r = over == RANKS ? b.me : over;
     const i32 tokens = b.total()[b.p.experts + r];
     const Received received = {over, tokens, EXPANDED ? b.control.rows[r] : tokens};
     write_counts(
         b.p, (u64)b.mine<u8>(0), b.epoch, received, b.start(), [&](u32 j) { return b.total()[b.me * local + j]; },
-        [&](u32 s) { return prefix_sum(b, s); }, thread, threads);
+        [&](u32 s) { return prefix_sum(b, s); }, thread, threads, EXPANDED);
 }
 
 // Plain, by a worker of block 0 among those before the closer: tokens of all ranks for experts of this one.

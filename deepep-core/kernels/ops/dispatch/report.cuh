@@ -44,9 +44,10 @@ struct Received {
 
 // By `threads` threads of one block, of which this is number `thread`: counts for the caller, for combine, and for the host if it waits for them.
 // `start[0..local experts]`: first row of each local expert and the number of rows; `count(j)`: rows of expert j; `psum(r)`: tokens from ranks up to r.
+// `psum_known`: these are in the handle already, and others may be reading them.
 template <class Count, class Psum>
 DEVICE void write_counts(const DispatchParams& p, u64 handle, u32 epoch, const Received& received, const i32* start, Count count,
-                         Psum psum, u32 thread = threadIdx.x, u32 threads = THREADS) {
+                         Psum psum, u32 thread = threadIdx.x, u32 threads = THREADS, bool psum_known = false) {
     const u32 local = p.local_experts, tag = p.count_tag;
     const bool fits = received.over == RANKS;
     u64* host = (u64*)p.host_counts;
@@ -62,7 +63,7 @@ DEVICE void write_counts(const DispatchParams& p, u64 handle, u32 epoch, const R
     }
     if (thread < RANKS) {
         const i32 n = fits ? psum(thread) : 0;
-        ((i32*)(handle + p.rank_psum))[thread] = n;
+        if (!psum_known) ((i32*)(handle + p.rank_psum))[thread] = n;
         if (tag) arch::st_relaxed_sys(host + HOST_RANK_PSUM + thread, pack_cell(tag, n));
     }
     if (thread != 0) return;

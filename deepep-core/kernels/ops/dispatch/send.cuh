@@ -22,6 +22,8 @@ DEVICE bool wait_tables_together(const Block& b) {
         const bool ok = wait_tables(b);
         // It was 0. An addition, since tools that look for races in shared memory follow no plain store that others wait for.
         if (b.lane == 0) arch::add_release_cta_shared(&b.control.known, ok ? TABLES_THERE : TABLES_MISSING);
+        // Should this warp ask again, all its lanes see it.
+        warp::sync();
         return ok;
     }
     u32 known = 0;

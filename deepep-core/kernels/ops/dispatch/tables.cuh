@@ -1,4 +1,4 @@
-// Phase 3, by the workers of a sending block: what receivers and later operations must know of each token.
+// Phase 3, by the workers of a block that counts: what receivers and later operations must know of each token.
 #pragma once
 #include "ops/dispatch/exchange.cuh"
 

@@ -95,10 +95,10 @@ fn follow<'a>(ranks: &mut Ranks<'a>, kernels: &Kernels, steps: &[Step<'a>], seed
     Ok(())
 }
 
-/// Ranks of which some have little to do, and run ahead.
+/// Ranks of which the first gets everything: the others, who wait for nothing but its beginning, run ahead of it.
 fn uneven(ranks: usize) -> Case {
     let mut case = Case::new(ranks, 24, Placement::Expanded);
-    (case.tokens[0], case.routing) = (2, Routing::Holes);
+    (case.tokens[0], case.routing) = (2, Routing::OneRank(0));
     case
 }
 
@@ -109,7 +109,7 @@ fn dispatches_that_follow_each_other_on_cpus() {
     }
     let kernels = kernels(3, &[Placement::Plain, Placement::Expanded], &|_, text| text);
     let bf16 = uneven(3);
-    let fp8 = Case { row_bytes: 256, scale_packs: 4, ..uneven(3) };
+    let fp8 = Case { row_bytes: 256, scale_packs: 4, routing: Routing::Holes, ..uneven(3) };
     // Its scales go pack by pack, those of the other ranks with the row.
     let by_column = Case { scales_by_column: true, ..fp8.clone() };
     let plain = Case { placement: Placement::Plain, ..uneven(3) };
@@ -156,7 +156,7 @@ fn landing_slots_without_parities_are_noticed_on_cpus() {
     };
     let kernels = kernels(2, &[Placement::Expanded], &change);
     let case = uneven(2);
-    let failed = (0..20).any(|seed| {
+    let failed = (0..6).any(|seed| {
         let steps: Vec<_> = (0..4).map(|n| Step::of(&case, 10 * seed + n)).collect();
         let mut ranks = Ranks::with_slots(&[&case; 2], LIMITS, 0, SLOTS).unwrap();
         follow(&mut ranks, &kernels, &steps, seed).is_err()

@@ -34,7 +34,7 @@ class Unreadable(Exception):
 def ours(text):
     """Times from the JSON of `deepep bench`. Wrong and failed results are an error, since a ratio to them says nothing."""
     report = json.loads(text)
-    if report["schema"] != 2:
+    if report["schema"] != 3:
         raise Unreadable(f"schema {report['schema']} of deepep bench is not known here")
     found = {}
     for entry in report["results"]:

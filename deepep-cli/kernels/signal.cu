@@ -1,12 +1,18 @@
 // Words that devices send each other. One block; every wait ends at a deadline.
 
-// Waits until a word has reached a value, counted so that wrapping does no harm.
-DEVICE bool reached(const u32* word, u32 value, u64 timeout_ns) {
+// Asks until it is so; false at the deadline.
+template <class Ready>
+DEVICE bool in_time(u64 timeout_ns, Ready ready) {
     const u64 start = arch::now_ns();
     for (u32 n = 1;; n++) {
-        if ((i32)(arch::ld_acquire_sys(word) - value) >= 0) return true;
+        if (ready()) return true;
         if (n % 64 == 0 && arch::now_ns() - start > timeout_ns) return false;
     }
+}
+
+// Waits until a word has reached a value, counted so that wrapping does no harm.
+DEVICE bool reached(const u32* word, u32 value, u64 timeout_ns) {
+    return in_time(timeout_ns, [&] { return (i32)(arch::ld_acquire_sys(word) - value) >= 0; });
 }
 
 // A word goes round: each place waits for its own and passes it on; the leader begins.

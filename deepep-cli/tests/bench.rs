@@ -62,6 +62,7 @@ fn the_report_is_complete_and_consistent() {
         assert!(
             times.symmetric_bytes > 0
                 && times.bound_us.is_none()
+                && times.packet_exchange_us.is_none()
                 && times.host_wall_us.is_none()
                 && times.host_cpu_us.is_none()
         );
@@ -84,7 +85,7 @@ fn on_gpus() {
         std::io::stderr().write_all(b"\nskipped: bench on GPUs: no CUDA device\n").ok();
         return;
     }
-    let arguments = ["bench", "--backend", "cuda", "--quick", "--tokens", "16,600", "--shapes", "1024,4,32"];
+    let arguments = ["bench", "--backend", "cuda", "--quick", "--tokens", "8,600", "--shapes", "1024,4,32"];
     let output = Command::new(env!("CARGO_BIN_EXE_deepep"))
         .args(arguments)
         .args(["--iterations", "3", "--json", "-"])
@@ -100,6 +101,9 @@ fn on_gpus() {
         "{out}"
     );
     assert_eq!(has(Kind::BulkStores), devices > 1);
+    let exchanges = report.ceilings.iter().filter(|c| c.kind == Kind::PacketExchange && c.value > 0.0);
+    let tokens: Vec<_> = exchanges.filter_map(|c| c.tokens).collect();
+    assert_eq!(tokens, if devices > 1 { vec![1, 8, 32, 128] } else { vec![] });
     assert!(!report.drift.is_empty());
     assert_eq!(report.results.len(), 2 * 2 * (4 + 5));
     for entry in &report.results {
@@ -109,6 +113,9 @@ fn on_gpus() {
         let graph = entry.operation == Operation::Graph;
         assert_eq!((times.host_wall_us.is_some(), times.chained_us.is_some()), (!graph, !graph), "{entry:?}");
         assert_eq!(times.host_cpu_us.is_some(), !graph, "{entry:?}");
+        let exchanged =
+            graph && devices > 1 && entry.setting.dtype == Precision::Fp8 && entry.setting.tokens == 8;
+        assert_eq!(times.times_packet_exchange.is_some(), exchanged, "{entry:?}");
     }
 }
 
@@ -205,11 +212,16 @@ fn tables_say_what_they_are() {
     assert_eq!(output.status.code(), Some(0), "{out}{}", text(&output.stderr));
     assert!(out.starts_with("note: these are times of the host backend"), "{out}");
     assert!(out.contains("nothing about GPUs"), "{out}");
-    for text in
-        ["hidden 256, top-4 of 16 experts; routing: uniform", "dispatch, cached", "combine", "skipped [1]"]
-    {
+    for text in [
+        "hidden 256, top-4 of 16 experts; routing: uniform",
+        "dispatch, cached",
+        "combine",
+        "skipped [1]",
+        "× packets",
+    ] {
         assert!(out.contains(text), "{text}: {out}");
     }
+    assert!(!out.contains("packet exchange"), "ceilings are those of GPUs: {out}");
     assert!(out.lines().last().unwrap().starts_with("verified: 4 operations"), "{out}");
 }
 

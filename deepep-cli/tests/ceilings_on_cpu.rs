@@ -6,12 +6,17 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use deepep_cli::bench::ceilings::{Boxes, Meeting, Ring, Rows, Transfer, source};
+use deepep_cli::bench::ceilings::{
+    Boxes, Deal, EPOCH_BLOCKS, Meeting, Ring, Room, Rows, Transfer, Way, source,
+};
 
 const BASE: u64 = 0x1000_0000_0000;
 const STRIDE: u64 = 1 << 32;
 const BYTES: u64 = 64 << 10;
 const WORDS: u64 = 2 * BYTES;
+/// Counters of exchanges behind the other words, as many as there can be.
+const EPOCHS: u64 = 1024;
+const WORDS_BYTES: u64 = EPOCHS + 2 * 4 * EPOCH_BLOCKS as u64;
 const BLOCKS: u32 = 3;
 /// Deadlines of kernels, in nanoseconds: one that is never reached, and one that is.
 const LONG: u64 = 60_000_000_000;
@@ -41,6 +46,9 @@ fn program() -> Result<tempfile::TempDir, String> {
         .arg(folder.path())
         .arg("-I")
         .arg(arch())
+        // What is not replaced.
+        .arg("-I")
+        .arg(arch().join("../../kernels"))
         .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/on_cpu/run.cpp"))
         .arg("-o")
         .arg(folder.path().join("run"))
@@ -59,12 +67,13 @@ struct Script {
 impl Script {
     fn new(devices: usize, timeout_ns: u64) -> Self {
         let of = |offset: u64| (0..devices as u64).map(|d| BASE + d * STRIDE + offset).collect();
-        let (wrong, late) = (of(WORDS), of(WORDS + 8));
-        let boxes = Boxes { inboxes: of(0), outboxes: of(BYTES), bytes: BYTES, wrong, late, timeout_ns };
+        let (wrong, late, epochs) = (of(WORDS), of(WORDS + 8), of(WORDS + EPOCHS));
+        let boxes =
+            Boxes { inboxes: of(0), outboxes: of(BYTES), bytes: BYTES, wrong, late, epochs, timeout_ns };
         let mut script = Self { boxes, text: String::new() };
         for base in script.boxes.inboxes.clone() {
-            script.say(format_args!("map {base} {}", WORDS + 4096));
-            script.say(format_args!("zero {} 4096", base + WORDS));
+            script.say(format_args!("map {base} {}", WORDS + WORDS_BYTES));
+            script.say(format_args!("zero {} {WORDS_BYTES}", base + WORDS));
         }
         script
     }
@@ -80,10 +89,7 @@ impl Script {
     fn launch(&mut self, kernel: &str, [blocks, threads]: [u32; 2], parameters: &[Vec<u8>]) {
         let size = parameters.first().map_or(0, Vec::len);
         self.say(format_args!("{kernel} {blocks} {threads} {} {size}", parameters.len()));
-        for byte in parameters.iter().flatten() {
-            write!(self.text, "{byte} ").unwrap();
-        }
-        self.text.push('\n');
+        self.say(format_args!("{}", Numbers(parameters)));
     }
 
     /// On all devices at once.
@@ -96,6 +102,27 @@ impl Script {
         for device in 0..self.devices() {
             let transfers: Vec<_> = self.boxes.check_peers(device, rows).iter().map(bytes_of).collect();
             self.launch("ceiling_check", [2, 32], &transfers);
+        }
+    }
+
+    /// Fills or compares the parts of an exchange.
+    fn on_parts(&mut self, kernel: &str, room: &Room, parts: fn(&Boxes, usize, &Way, u32) -> Vec<Transfer>) {
+        for (device, way) in (0..self.devices()).flat_map(|d| room.ways.iter().map(move |way| (d, way))) {
+            let transfers: Vec<_> = parts(&self.boxes, device, way, 3).iter().map(bytes_of).collect();
+            self.launch(kernel, [1, 32], &transfers);
+        }
+    }
+
+    /// Kernels of these ways take turns on the first devices.
+    fn exchange(&mut self, turns: u32, devices: usize, ways: &[(Way, Deal)]) {
+        let all: Vec<Vec<_>> = ways
+            .iter()
+            .map(|(way, deal)| (0..devices).map(|d| bytes_of(&self.boxes.exchange(d, way, *deal))).collect())
+            .collect();
+        self.say(format_args!("turns {turns} {devices} {} {}", all.len(), all[0][0].len()));
+        for ((_, deal), parameters) in ways.iter().zip(&all) {
+            self.say(format_args!("{} {}", deal.blocks, deal.warps * 32));
+            self.say(format_args!("{}", Numbers(parameters)));
         }
     }
 
@@ -113,6 +140,15 @@ impl Script {
         let counts: Vec<u64> = out.lines().map(|line| line.parse().unwrap()).collect();
         let (wrong, late) = counts.split_at(self.devices());
         [wrong.iter().sum(), late.iter().sum()]
+    }
+}
+
+/// Bytes as a script has them.
+struct Numbers<'a>(&'a [Vec<u8>]);
+
+impl std::fmt::Display for Numbers<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.iter().flatten().try_for_each(|byte| write!(f, "{byte} "))
     }
 }
 
@@ -253,4 +289,70 @@ fn flags_go_round_and_whoever_is_missing_is_not_waited_for() {
         assert_eq!(wrong, 0);
         assert_eq!(late > 0, here < devices, "{here} of {devices}: {late} gave up");
     }
+}
+
+/// A script in which sources are filled, and no slot holds a packet.
+fn exchanging(devices: usize, timeout_ns: u64, bytes: [usize; 2]) -> (Script, Room) {
+    let mut script = Script::new(devices, timeout_ns);
+    let room = script.boxes.room(bytes).expect("boxes are large enough");
+    for inbox in script.boxes.inboxes.clone() {
+        script.say(format_args!("zero {inbox} {}", room.end));
+    }
+    script.on_parts("ceiling_fill", &room, Boxes::fill_exchange);
+    (script, room)
+}
+
+/// Both kinds of kernels, dealt out over some blocks.
+fn kinds(room: &Room, blocks: u32, apart: bool) -> [(Way, Deal); 2] {
+    room.ways.map(|way| (way, Deal::of(&way, blocks, apart)))
+}
+
+#[test]
+fn packets_are_exchanged_again_and_again_and_nothing_is_overwritten_early() {
+    let Ok(program) = program() else { return };
+    // Less than a warp's share, some shares, and more than all warps have at once.
+    for (devices, blocks, apart, bytes) in [
+        (2, 2, true, [900, 4000]),
+        (2, 2, false, [4000, 900]),
+        (2, 3, true, [100, 9000]),
+        (3, 2, false, [3000, 9000]),
+        (4, 2, true, [2000, 3000]),
+    ] {
+        for flip in [false, true] {
+            let (mut script, room) = exchanging(devices, LONG, bytes);
+            script.exchange(12, devices, &kinds(&room, blocks, apart));
+            if flip {
+                let last = script.boxes.inboxes[devices - 1] + room.out + 5;
+                script.say(format_args!("flip {last}"));
+            }
+            script.on_parts("ceiling_check", &room, Boxes::check_exchange);
+            assert_eq!(
+                script.run(program.path()),
+                [u64::from(flip), 0],
+                "{devices} {blocks} {apart} {bytes:?}"
+            );
+        }
+    }
+}
+
+/// The test sees what it is for: kernels of one kind alone overwrite packets that a peer has not read, and it never sees them.
+#[test]
+fn kernels_of_one_kind_overwrite_packets_and_end_all_the_same() {
+    let Ok(program) = program() else { return };
+    let (mut script, room) = exchanging(2, SHORT, [4000, 4000]);
+    script.exchange(150, 2, &kinds(&room, 2, true)[..1]);
+    let [wrong, late] = script.run(program.path());
+    assert!(wrong == 0 && late > 0, "{wrong} {late}");
+}
+
+#[test]
+fn who_is_missing_is_not_waited_for_in_later_kernels() {
+    let Ok(program) = program() else { return };
+    let (mut script, room) = exchanging(3, SHORT, [900, 900]);
+    let start = std::time::Instant::now();
+    // Each of these would take the whole deadline.
+    script.exchange(150, 2, &kinds(&room, 2, false));
+    let [wrong, late] = script.run(program.path());
+    assert!(wrong == 0 && late > 0, "{wrong} {late}");
+    assert!(start.elapsed().as_secs() < 40, "{:?}", start.elapsed());
 }

@@ -33,9 +33,14 @@ fn they_compile_without_local_memory() {
             assert!(kernel.in_registers(), "{arch}: {kernel:?}");
         }
         // What their names promise.
-        for instruction in
-            ["st.global.cs.v4.u32", "cp.async.bulk.global.shared::cta", "cp.async.bulk.shared::cluster"]
-        {
+        for instruction in [
+            "st.global.cs.v4.u32",
+            "cp.async.bulk.global.shared::cta",
+            "cp.async.bulk.shared::cluster",
+            "st.relaxed.sys.global.b128",
+            "ld.relaxed.sys.global.b128",
+            "griddepcontrol.wait",
+        ] {
             assert!(cubin.assembly().contains(instruction), "{arch}: {instruction}");
         }
     }

@@ -237,6 +237,15 @@ impl Selection {
         all
     }
 
+    /// Elements of rows, each number once.
+    pub fn hidden(&self) -> Vec<usize> {
+        let traced = self.trace.as_ref().map(|(shape, _)| shape);
+        let mut all: Vec<usize> = self.shapes.iter().chain(traced).map(|shape| shape.hidden).collect();
+        all.sort_unstable();
+        all.dedup();
+        all
+    }
+
     /// Settings by shape, routing and multiprocessors: [`settings`](Self::settings) in pieces.
     pub fn sections(&self) -> Vec<Vec<Setting>> {
         let same = |a: &Setting, b: &Setting| (a.shape, a.routing, a.sms) == (b.shape, b.routing, b.sms);
@@ -278,6 +287,7 @@ mod tests {
         assert_eq!(selection.settings().len(), (3 + 3 + 1 + 1) * per);
         selection.trace = Some((Shape { hidden: 32, topk: 4, experts: 60 }, 9409));
         let sections = selection.sections();
+        assert_eq!(selection.hidden(), [32, 64, 128]);
         // T, multiprocessors, routings; T of the other shape; the trace.
         assert_eq!(sections.iter().map(Vec::len).collect::<Vec<_>>(), [3 * per, per, per, 3 * per, per]);
         assert!(sections[4].iter().all(|s| s.routing == Routes::Trace && s.tokens == 9409));

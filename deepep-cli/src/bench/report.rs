@@ -2,13 +2,13 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::ceilings::{Ceiling, Drift, Kind, best};
+use super::ceilings::{Batch, Ceiling, Drift, Kind, best, packet_exchange};
 use super::machine::Machine;
-use super::plan::{Operation, Setting};
+use super::plan::{Operation, Precision, Setting};
 use super::stats::{Quantiles, median, slowest};
 
 /// Version of the form of [`Report`].
-pub const SCHEMA: u32 = 2;
+pub const SCHEMA: u32 = 3;
 
 /// Drift of a ceiling, in percent, from which on it is reported.
 pub const DRIFT_LIMIT: f64 = 2.0;
@@ -115,6 +115,10 @@ pub struct Times {
     pub bound_us: Option<f64>,
     /// The median over the bound.
     pub times_bound: Option<f64>,
+    /// Of pairs in a graph: what a pair of kernels takes in this run that exchange packets of as many bytes, and do nothing else.
+    pub packet_exchange_us: Option<f64>,
+    /// The median over that.
+    pub times_packet_exchange: Option<f64>,
     /// Bytes of symmetric memory on each rank.
     pub symmetric_bytes: u64,
 }
@@ -154,7 +158,13 @@ pub enum Part {
 
 impl Outcome {
     /// From all ranks' parts: times only if all ranks have them.
-    pub fn of(operation: Operation, ranks: &[Part], ceilings: &[Ceiling], shared_devices: bool) -> Self {
+    pub fn of(
+        setting: &Setting,
+        operation: Operation,
+        ranks: &[Part],
+        ceilings: &[Ceiling],
+        shared_devices: bool,
+    ) -> Self {
         // A difference names the rank that found it.
         let wrong = ranks.iter().find_map(|p| if let Part::Wrong(what) = p { Some(what) } else { None });
         if let Some(what) = wrong {
@@ -175,7 +185,7 @@ impl Outcome {
         }
         let samples: Vec<&Samples> =
             ranks.iter().filter_map(|p| if let Part::Timed(s) = p { Some(s) } else { None }).collect();
-        match Times::of(operation, &samples, ceilings, shared_devices) {
+        match Times::of(setting, operation, &samples, ceilings, shared_devices) {
             Some(times) => Self::Timed(times),
             None => Self::Failed("no rank has timed anything".into()),
         }
@@ -184,6 +194,7 @@ impl Outcome {
 
 impl Times {
     fn of(
+        setting: &Setting,
         operation: Operation,
         ranks: &[&Samples],
         ceilings: &[Ceiling],
@@ -203,6 +214,13 @@ impl Times {
             _ => of(&[Kind::Stores, Kind::BulkStores]),
         };
         let bound = link.map(|rate| wire_bytes as f64 / rate / 1e3);
+        let exchange = match (operation, setting.dtype) {
+            (Operation::Graph, Precision::Fp8) if !shared_devices => {
+                let batch = Batch { tokens: setting.tokens as u32, hidden: setting.shape.hidden as u32 };
+                packet_exchange(ceilings, batch)
+            }
+            _ => None,
+        };
         let chained = slowest(&all(|s| &s.chained));
         Some(Self {
             end_to_end_us: end_to_end,
@@ -216,6 +234,8 @@ impl Times {
             of_copy_engine: of(&[Kind::CopyEngine]).map(|most| rate / most),
             bound_us: bound,
             times_bound: bound.map(|bound| end_to_end.p50 / bound),
+            packet_exchange_us: exchange,
+            times_packet_exchange: exchange.map(|least| end_to_end.p50 / least),
             symmetric_bytes: ranks.iter().map(|s| s.symmetric_bytes).max()?,
         })
     }
@@ -236,7 +256,7 @@ impl Report {
             let later: Vec<String> = drift.later.iter().map(|value| format!("{value:.2}")).collect();
             format!(
                 "{}{sms}: {:.2} {unit} at first, {} {unit} later, {:.1} % apart",
-                first.kind,
+                first.name(),
                 first.value,
                 later.join(" and "),
                 drift.percent
@@ -254,7 +274,18 @@ mod fields;
 mod tests {
     use super::*;
     use crate::bench::machine::DeviceInfo;
-    use crate::bench::plan::{Layout, Precision};
+    use crate::bench::plan::Layout;
+
+    fn setting(tokens: usize) -> Setting {
+        Setting {
+            shape: "7168,8,256".parse().unwrap(),
+            routing: "uniform".to_owned().try_into().unwrap(),
+            tokens,
+            dtype: Precision::Fp8,
+            layout: Layout::Expanded,
+            sms: Some(16),
+        }
+    }
 
     fn samples(single: &[f64], bytes_in: u64) -> Part {
         Part::Timed(Samples {
@@ -268,10 +299,6 @@ mod tests {
         })
     }
 
-    fn ceiling(kind: Kind, value: f64) -> Ceiling {
-        Ceiling { kind, sms: None, row_bytes: None, value }
-    }
-
     #[test]
     fn times_are_those_of_the_slowest_rank_and_the_busiest_link() {
         let ranks = [samples(&[10.0, 20.0, 30.0], 36_700), samples(&[11.0, 19.0, 31.0], 500)];
@@ -281,8 +308,8 @@ mod tests {
             (Kind::CopyEngine, 4.0),
             (Kind::Launch, 4.5),
         ]
-        .map(|(kind, value)| ceiling(kind, value));
-        let of = |operation, shared| Outcome::of(operation, &ranks, &ceilings, shared);
+        .map(|(kind, value)| Ceiling::of(kind, value));
+        let of = |operation, shared| Outcome::of(&setting(128), operation, &ranks, &ceilings, shared);
         let Outcome::Timed(times) = of(Operation::Dispatch, false) else { panic!() };
         assert_eq!(times.end_to_end_us, Quantiles { p10: 11.0, p50: 20.0, p90: 31.0 });
         assert_eq!((times.kernel_us, times.chained_us, times.wire_bytes), (Some(15.5), None, 36_700));
@@ -302,17 +329,30 @@ mod tests {
     }
 
     #[test]
-    fn the_form_is_the_one_that_readers_know() {
-        let first = Ceiling { sms: Some(8), row_bytes: Some(7168), ..ceiling(Kind::BulkStores, 350.0) };
-        let quantiles = Quantiles { p10: 1.0, p50: 2.0, p90: 3.0 };
-        let setting = Setting {
-            shape: "7168,8,256".parse().unwrap(),
-            routing: "uniform".to_owned().try_into().unwrap(),
-            tokens: 4096,
-            dtype: Precision::Fp8,
-            layout: Layout::Expanded,
-            sms: Some(16),
+    fn pairs_in_a_graph_are_compared_with_exchanges_of_the_same_bytes() {
+        let ranks = [samples(&[12.0], 36_700)];
+        let ceilings = [(1, 5.0), (128, 10.0)]
+            .map(|(tokens, least)| Batch { tokens, hidden: 7168 }.ceiling(least))
+            .to_vec();
+        let of = |setting: &Setting, operation, shared| {
+            let outcome = Outcome::of(setting, operation, &ranks, &ceilings, shared);
+            let Outcome::Timed(times) = outcome else { panic!() };
+            times.packet_exchange_us.zip(times.times_packet_exchange)
         };
+        assert_eq!(of(&setting(128), Operation::Graph, false), Some((10.0, 1.2)));
+        assert_eq!(of(&setting(128), Operation::Graph, true), None);
+        assert_eq!(of(&setting(128), Operation::Pair, false), None);
+        assert_eq!(of(&setting(64), Operation::Graph, false), None);
+        let bf16 = Setting { dtype: Precision::Bf16, ..setting(128) };
+        assert_eq!(of(&bf16, Operation::Graph, false), None);
+    }
+
+    #[test]
+    fn the_form_is_the_one_that_readers_know() {
+        let bulk = Ceiling::of(Kind::BulkStores, 350.0);
+        let first = Ceiling { sms: Some(8), row_bytes: Some(7168), ..bulk };
+        let exchange = Batch { tokens: 32, hidden: 7168 }.ceiling(8.0);
+        let quantiles = Quantiles { p10: 1.0, p50: 2.0, p90: 3.0 };
         let times = Times {
             end_to_end_us: quantiles,
             kernel_us: Some(1.0),
@@ -325,6 +365,8 @@ mod tests {
             of_copy_engine: Some(0.5),
             bound_us: Some(1.0),
             times_bound: Some(2.0),
+            packet_exchange_us: Some(1.0),
+            times_packet_exchange: Some(2.0),
             symmetric_bytes: 1,
         };
         let text = String::new;
@@ -334,7 +376,7 @@ mod tests {
             Outcome::Failed(text()),
             Outcome::Skipped(text()),
         ];
-        let entry = |outcome| Entry { setting, operation: Operation::Graph, outcome };
+        let entry = |outcome| Entry { setting: setting(4096), operation: Operation::Graph, outcome };
         let mut machine = Machine::find(false);
         machine.devices.push(DeviceInfo::default());
         let report = Report {
@@ -355,14 +397,20 @@ mod tests {
                 seed: 1,
             },
             notes: vec![text()],
-            ceilings: vec![first],
-            drift: vec![Drift { first, later: vec![340.0], percent: 2.9 }],
+            ceilings: vec![first, exchange],
+            drift: vec![
+                Drift { first, later: vec![340.0], percent: 2.9 },
+                Drift { first: exchange, later: vec![8.4], percent: 5.0 },
+            ],
             results: outcomes.map(entry).into(),
         };
         assert!(!report.good());
         assert_eq!(
             report.drifted(),
-            ["bulk stores to peers, 8 SMs: 350.00 GB/s at first, 340.00 GB/s later, 2.9 % apart"]
+            [
+                "bulk stores to peers, 8 SMs: 350.00 GB/s at first, 340.00 GB/s later, 2.9 % apart",
+                "packet exchange, there and back, T = 32: 8.00 µs at first, 8.40 µs later, 5.0 % apart",
+            ]
         );
         let value = serde_json::to_value(&report).unwrap();
         assert_eq!(serde_json::from_value::<Report>(value.clone()).unwrap(), report);
@@ -378,7 +426,7 @@ mod tests {
         let right = samples(&[1.0], 1);
         let wrong = Part::Wrong("row 3".into());
         let failed = Part::Failed("no memory".into());
-        let of = |parts: &[Part]| Outcome::of(Operation::Dispatch, parts, &[], false);
+        let of = |parts: &[Part]| Outcome::of(&setting(1), Operation::Dispatch, parts, &[], false);
         assert_eq!(of(&[right.clone(), wrong.clone()]), Outcome::Wrong("row 3".into()));
         assert_eq!(of(&[failed.clone(), wrong]), Outcome::Wrong("row 3".into()));
         assert_eq!(of(&[failed, right.clone()]), Outcome::Failed("rank 0: no memory".into()));

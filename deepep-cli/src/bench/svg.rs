@@ -223,6 +223,8 @@ mod tests {
             of_copy_engine: None,
             bound_us: Some(median / 2.0),
             times_bound: Some(2.0),
+            packet_exchange_us: None,
+            times_packet_exchange: None,
             symmetric_bytes: 1,
         })
     }

@@ -4,7 +4,10 @@ use std::ffi::{CStr, c_void};
 use std::ptr;
 
 use cuda_vmm::Context;
-use cuda_vmm::sys::{CUfunction, CUfunction_attribute, CUmodule};
+use cuda_vmm::sys::{
+    CUfunction, CUfunction_attribute, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue,
+    CUlaunchConfig, CUmodule,
+};
 
 use super::{Attempt, Result, Stream};
 
@@ -116,5 +119,39 @@ impl Function<'_> {
             )
         }
         .attempt(|| format!("launching a kernel with {shape:?}"))
+    }
+
+    /// The same while the kernel before it on the stream still runs (programmatic stream serialization).
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`](super::GpuError::Driver).
+    ///
+    /// # Safety
+    /// As [`launch`](Self::launch); before the kernel has waited for its predecessor it touches nothing that others use.
+    #[doc(alias = "cuLaunchKernelEx")]
+    pub unsafe fn launch_early<P: Copy>(&self, stream: &Stream, shape: Shape, parameter: &P) -> Result<()> {
+        let _bound = self.context.bind()?;
+        let mut arguments = [ptr::from_ref(parameter).cast_mut().cast::<c_void>()];
+        let mut attribute = CUlaunchAttribute {
+            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: Default::default(),
+            value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = CUlaunchConfig {
+            gridDimX: shape.blocks,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: shape.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shape.shared,
+            hStream: stream.as_raw(),
+            attrs: &mut attribute,
+            numAttrs: 1,
+        };
+        let driver = self.context.device().cuda().driver();
+        // SAFETY: the caller vouches for the parameter and for the stream; the call copies it, the configuration and the attribute.
+        unsafe { driver.cuLaunchKernelEx(&config, self.raw, arguments.as_mut_ptr(), ptr::null_mut()) }
+            .attempt(|| format!("launching a kernel early with {shape:?}"))
     }
 }

@@ -1,8 +1,9 @@
 // Runs the ceilings' kernels on CPUs, as a script says: one step after the other; the launches of a step all at once, each on its device.
 //
-// The script on the standard input: bytes to map at an address; then steps: a kernel's name, blocks, threads of a block (one warp at most),
-// launches, the bytes of a parameter, and the parameters. A kernel named "flip" turns a bit of the byte at an address. The standard output gets the 64-bit words
-// at the addresses that "show" names.
+// The script on the standard input: bytes to map at an address; then steps: a kernel's name, blocks, threads of a block (one warp at most, except of
+// ceiling_exchange), launches, the bytes of a parameter, and the parameters. A step named "turns" is a number of turns, of devices, and of kernels that take turns on
+// each device, while devices wait for each other in kernels only; then for each kernel its blocks and threads, and the parameters of all devices.
+// A kernel named "flip" turns a bit of the byte at an address. The standard output gets the 64-bit words at the addresses that "show" names.
 #include "arch/types.cuh"
 #include <iostream>
 #include <string>
@@ -17,20 +18,22 @@ static thread_local Shared* shared;
 
 #include KERNELS
 
-template <class Parameter>
-static void launch(void (*kernel)(Parameter), u32 blocks, u32 threads, const std::vector<std::vector<u8>>& parameters) {
-    std::vector<std::thread> all;
-    for (const std::vector<u8>& bytes : parameters) {
+// A kernel under way. Its end is waited for.
+struct Launch {
+    std::vector<std::thread> threads;
+
+    template <class Parameter>
+    Launch(void (*kernel)(Parameter), u32 blocks, u32 threads_of_block, const std::vector<u8>& bytes) {
         if (bytes.size() != sizeof(Parameter)) fail("a parameter has another size", bytes.size());
         Parameter parameter;
         memcpy(&parameter, bytes.data(), sizeof parameter);
         for (u32 b = 0; b < blocks; b++) {
-            Block* block = new Block(threads);
+            Block* block = new Block(threads_of_block);
             Shared* memory = new Shared;
-            for (u32 t = 0; t < threads; t++)
-                all.emplace_back([=] {
+            for (u32 t = 0; t < threads_of_block; t++)
+                threads.emplace_back([=] {
                     threadIdx.x = t;
-                    blockDim.x = threads;
+                    blockDim.x = threads_of_block;
                     blockIdx.x = b;
                     gridDim.x = blocks;
                     this_block = block;
@@ -41,7 +44,16 @@ static void launch(void (*kernel)(Parameter), u32 blocks, u32 threads, const std
                 });
         }
     }
-    for (auto& thread : all) thread.join();
+    Launch(Launch&&) = default;
+    ~Launch() {
+        for (auto& thread : threads) thread.join();
+    }
+};
+
+template <class Parameter>
+static void launch(void (*kernel)(Parameter), u32 blocks, u32 threads, const std::vector<std::vector<u8>>& parameters) {
+    std::vector<Launch> all;
+    for (const std::vector<u8>& bytes : parameters) all.emplace_back(kernel, blocks, threads, bytes);
 }
 
 static u64 number() {
@@ -54,6 +66,31 @@ static std::vector<u8> bytes(u64 n) {
     std::vector<u8> all(n);
     for (u8& byte : all) byte = (u8)number();
     return all;
+}
+
+// Kernels that exchange packets, on each device one after the other, with pauses.
+static void take_turns() {
+    const u32 turns = (u32)number(), devices = (u32)number(), kinds = (u32)number(), size = (u32)number();
+    struct Kind {
+        u32 blocks, threads;
+        std::vector<std::vector<u8>> parameters;
+    };
+    std::vector<Kind> all(kinds);
+    for (Kind& kind : all) {
+        kind.blocks = (u32)number();
+        kind.threads = (u32)number();
+        for (u32 d = 0; d < devices; d++) kind.parameters.push_back(bytes(size));
+    }
+    std::vector<std::thread> streams;
+    for (u32 d = 0; d < devices; d++)
+        streams.emplace_back([&all, d, turns] {
+            for (u32 n = 0; n < turns; n++)
+                for (const Kind& kind : all) {
+                    std::this_thread::sleep_for(std::chrono::microseconds((n * 7 + d * 5) % 11 * 30));
+                    Launch(ceiling_exchange, kind.blocks, kind.threads, kind.parameters[d]);
+                }
+        });
+    for (auto& stream : streams) stream.join();
 }
 
 int main() {
@@ -76,6 +113,8 @@ int main() {
             memcpy(to, from, number());
         } else if (word == "show") {
             std::cout << *(u64*)number() << "\n";
+        } else if (word == "turns") {
+            take_turns();
         } else {
             const u32 blocks = (u32)number(), threads = (u32)number(), launches = (u32)number(), size = (u32)number();
             std::vector<std::vector<u8>> parameters;

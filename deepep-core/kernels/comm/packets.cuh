@@ -8,32 +8,9 @@
 // Why no old tag passes: tags repeat after 65535 epochs, and calls zero the slots of the set that they have read, one token of each rank a call,
 //   in turn: a slot that is not used is zeroed within 2 · MAX_PACKET_TOKENS epochs.
 #pragma once
-#include "arch/packet.cuh"
 #include "comm/begun.cuh"
+#include "comm/pieces.cuh"
 #include "common/warp.cuh"
-
-DEVICE u32 packet_tag(u32 epoch) { return (1 + epoch % 65535u) << 16; }
-
-// What a lane makes N packets of: 14 · N bytes of a row, N even; 3 · N words fill the packets, N / 2 words are split among two of them each.
-template <u32 N>
-struct Pieces {
-    u32 w[7 * N / 2];
-
-    DEVICE Vec16 packet(u32 k, u32 tag) const {
-        const u32 rest = w[3 * N + k / 2];
-        return {w[3 * k], w[3 * k + 1], w[3 * k + 2], (k & 1 ? rest >> 16 : rest & 0xffffu) | tag};
-    }
-    DEVICE void take(const Vec16 (&p)[N]) {
-#pragma unroll
-        for (u32 k = 0; k < N; k++) {
-            w[3 * k] = p[k].x;
-            w[3 * k + 1] = p[k].y;
-            w[3 * k + 2] = p[k].z;
-        }
-#pragma unroll
-        for (u32 k = 0; k < N; k += 2) w[3 * N + k / 2] = (p[k].w & 0xffffu) | p[k + 1].w << 16;
-    }
-};
 
 // What every warp learns first, all of it on the way at once: the kernel's epoch, and whether some rank gave up.
 struct First {
@@ -80,24 +57,12 @@ struct Packets {
     }
     DEVICE Vec16* head(u32 r, u32 from) const { return (Vec16*)(d.heap[r] + area.heads + (u64)(parity() * RANKS + from) * CELL_LINE); }
 
-    // Packet k of piece g lies at k · groups + g.
     template <u32 N>
-    DEVICE void send(Vec16* to, u32 groups, u32 g, const Pieces<N>& pieces) const {
-#pragma unroll
-        for (u32 k = 0; k < N; k++) arch::st_packet(to + k * groups + g, pieces.packet(k, tag));
-    }
+    DEVICE void send(Vec16* to, u32 groups, u32 g, const Pieces<N>& pieces) const { pieces.send(to, groups, g, tag); }
     template <u32 N>
-    DEVICE void load(const Vec16* from, u32 groups, u32 g, Vec16 (&p)[N]) const {
-#pragma unroll
-        for (u32 k = 0; k < N; k++) p[k] = load(from + k * groups + g);
-    }
+    DEVICE void load(const Vec16* from, u32 groups, u32 g, Vec16 (&p)[N]) const { load_packets(from, groups, g, area.zero, p); }
     template <u32 N>
-    DEVICE bool there(const Vec16 (&p)[N]) const {
-        u32 other = 0;
-#pragma unroll
-        for (u32 k = 0; k < N; k++) other |= (p[k].w ^ tag) & 0xffff0000u;
-        return other == 0;
-    }
+    DEVICE bool there(const Vec16 (&p)[N]) const { return have_tag(p, tag); }
     // Waits for packets of which `p` is a first look.
     template <u32 N>
     DEVICE bool receive(const Vec16* from, u32 groups, u32 g, Vec16 (&p)[N], const Place& at) const {
@@ -108,13 +73,7 @@ struct Packets {
             return false;
         });
     }
-    // A packet of which not all words may be needed. The assembler would load only those, one after the other, and the packet would no longer say itself
-    // when it is there: so all of them have a part in the last one, as far as the assembler knows.
-    DEVICE Vec16 load(const Vec16* from) const {
-        Vec16 v = arch::ld_packet(from);
-        v.w ^= (v.x ^ v.y ^ v.z) & area.zero;
-        return v;
-    }
+    DEVICE Vec16 load(const Vec16* from) const { return load_packet(from, area.zero); }
     // A packet of three words.
     DEVICE void send(Vec16* to, u32 x, u32 y, u32 z) const { arch::st_packet(to, {x, y, z, epoch}); }
     DEVICE bool receive(const Vec16* from, const Place& at, Vec16& v) const {

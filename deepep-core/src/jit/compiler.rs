@@ -217,8 +217,8 @@ impl Compiler {
     }
 
     /// Takes a kernel of the caller's own from the cache, or compiles it and puts it there. `name` is the program's name in messages and
-    /// in the cache; `source` may include this crate's wrappers of instructions (`#include "arch/ld_st.cuh"` …), which change from
-    /// version to version.
+    /// in the cache; `source` may include this crate's wrappers of instructions (`#include "arch/ld_st.cuh"` …) and packets
+    /// (`#include "comm/pieces.cuh"`), which change from version to version.
     ///
     /// # Errors
     /// As [`compile`](Self::compile).
@@ -229,7 +229,7 @@ impl Compiler {
         arch: Arch,
         cache: &Cache,
     ) -> Result<Cubin, JitError> {
-        let headers = super::source::instruction_headers();
+        let headers = super::source::pure_headers();
         let key = self.key(name, source, &headers, arch);
         if let Some(image) = cache.get(&key) {
             return Ok(Cubin::without_report(image, Origin::Cache));

@@ -128,6 +128,7 @@ const HEADERS: &[(&str, &str)] = embedded![
     "comm/wait.cuh",
     "comm/announce.cuh",
     "comm/begun.cuh",
+    "comm/pieces.cuh",
     "comm/packets.cuh",
     "comm/call.cuh",
     "comm/user.cuh",
@@ -158,10 +159,10 @@ const HEADERS: &[(&str, &str)] = embedded![
     "ops/packets/back.cuh",
 ];
 
-/// Headers that need nothing generated: wrappers of instructions.
-pub(super) fn instruction_headers() -> Vec<(&'static str, String)> {
-    let own = HEADERS.iter().filter(|(name, _)| name.starts_with("arch/"));
-    own.map(|&(name, text)| (name, text.to_owned())).collect()
+/// Headers that need nothing generated: wrappers of instructions, and packets.
+pub(super) fn pure_headers() -> Vec<(&'static str, String)> {
+    let pure = HEADERS.iter().filter(|(name, _)| name.starts_with("arch/") || *name == "comm/pieces.cuh");
+    pure.map(|&(name, text)| (name, text.to_owned())).collect()
 }
 
 impl Program {

@@ -9,18 +9,19 @@ use deepep_core::jit::{Arch, Cache, Compiler};
 
 use super::boxes::Boxes;
 use super::kernels::{self, Meeting};
-use super::{CeilingError, Kind};
+use super::{CeilingError, EPOCH_BLOCKS, Kind};
 use crate::gpu::{Event, Module, PinnedWord, Shape, Stream};
 
 /// Longest wait of a kernel, and of the host for all kernels of a sample.
 pub(super) const KERNEL_TIMEOUT: Duration = Duration::from_secs(2);
 const SAMPLE_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Where a device's words lie: one for each place of a meeting, two of rings, two counters.
+/// Where a device's words lie: one for each place of a meeting, two of rings, two counters, and the epochs of exchanges.
 pub(super) const RING_WORDS: [usize; 2] = [128, 256];
 const WRONG: usize = 384;
 const LATE: usize = 392;
-const WORDS_BYTES: usize = 512;
+const EPOCHS: usize = 512;
+const WORDS_BYTES: usize = EPOCHS + 2 * 4 * EPOCH_BLOCKS as usize;
 
 /// One device.
 pub(super) struct Unit {
@@ -28,7 +29,7 @@ pub(super) struct Unit {
     /// For a second kernel at the same time.
     pub(super) second: Stream,
     pub(super) module: Module,
-    inbox: PlainMemory,
+    pub(super) inbox: PlainMemory,
     outbox: PlainMemory,
     words: PlainMemory,
     pub(super) start: Event,
@@ -71,6 +72,11 @@ impl Unit {
 
     pub(super) fn late(&self) -> u64 {
         self.word(LATE)
+    }
+
+    /// As if no kernel had exchanged packets.
+    pub(super) fn clear_epochs(&self) -> Result<(), CeilingError> {
+        Ok(self.context.fill(&self.words, EPOCHS, WORDS_BYTES - EPOCHS, 0)?)
     }
 
     fn counters(&self) -> Result<[u64; 2], CeilingError> {
@@ -133,6 +139,7 @@ impl Board {
             bytes: bytes as u64,
             wrong: of(|unit| unit.word(WRONG)),
             late: of(Unit::late),
+            epochs: of(|unit| unit.word(EPOCHS)),
             timeout_ns: KERNEL_TIMEOUT.as_nanos() as u64,
         };
         let (meetings, rounds) = (Cell::new(0), Cell::new(0));

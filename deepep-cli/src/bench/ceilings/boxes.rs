@@ -15,6 +15,8 @@ pub struct Boxes {
     pub wrong: Vec<u64>,
     /// Counters of waits that gave up.
     pub late: Vec<u64>,
+    /// Counters of kernels that exchange packets: of each kind, and of each of [`EPOCH_BLOCKS`](super::EPOCH_BLOCKS) blocks.
+    pub epochs: Vec<u64>,
     /// The deadline of kernels.
     pub timeout_ns: u64,
 }
@@ -90,7 +92,7 @@ impl Boxes {
         (1..n).map(check).collect()
     }
 
-    fn transfer(&self, device: usize, targets: &[u64], rows: Rows) -> Transfer {
+    pub(super) fn transfer(&self, device: usize, targets: &[u64], rows: Rows) -> Transfer {
         let mut target = [0; 8];
         target[..targets.len()].copy_from_slice(targets);
         Transfer {

@@ -79,8 +79,40 @@ device_struct! {
     }
 }
 
+device_struct! {
+    /// What a kernel that exchanges packets sends and receives.
+    pub struct Exchange {
+        /// Where each peer looks for packets of this device, in order of distance.
+        target: u64[8],
+        /// What is sent: each peer's pieces, in the same order.
+        source: u64,
+        /// Where this device looks for packets of each peer.
+        slots: u64,
+        /// Where what has come is stored, as in the peers' sources.
+        out: u64,
+        /// Of each block, how many kernels of this kind it has run.
+        epochs: u64,
+        /// Counter of waits that ended at their deadline.
+        late: u64,
+        /// The deadline.
+        timeout_ns: u64,
+        /// Number of peers.
+        targets: u32,
+        /// Pieces for each peer, an even number.
+        pieces: u32,
+        /// The same in shares of a warp.
+        items: u32,
+        /// Blocks that send, the first ones; 0 if all blocks do both.
+        senders: u32,
+        /// For the assembler.
+        zero: u32,
+        /// Not used.
+        pad: u32,
+    }
+}
+
 /// Names of all kernels.
-pub const ENTRIES: [&CStr; 9] = [
+pub const ENTRIES: [&CStr; 10] = [
     c"ceiling_fill",
     c"ceiling_check",
     c"ceiling_empty",
@@ -90,24 +122,28 @@ pub const ENTRIES: [&CStr; 9] = [
     c"ceiling_bulk_copy",
     c"ceiling_ring",
     c"ceiling_meet",
+    c"ceiling_exchange",
 ];
 
 /// The program's source.
 pub fn source() -> String {
     let mut text = String::new();
-    for header in ["types", "ld_st", "mbarrier", "bulk", "fence", "time"] {
+    for header in ["types", "ld_st", "mbarrier", "bulk", "fence", "time", "launch"] {
         text += &format!("#include \"arch/{header}.cuh\"\n");
     }
+    text += "#include \"comm/pieces.cuh\"\n";
     for (declaration, name, bytes) in [
         (Transfer::CUDA, "Transfer", size_of::<Transfer>()),
         (Ring::CUDA, "Ring", size_of::<Ring>()),
         (Meeting::CUDA, "Meeting", size_of::<Meeting>()),
+        (Exchange::CUDA, "Exchange", size_of::<Exchange>()),
     ] {
         text += &format!("{declaration}static_assert(sizeof({name}) == {bytes}, \"{name}\");\n");
     }
     text += include_str!("../../../kernels/pattern.cu");
     text += include_str!("../../../kernels/move.cu");
     text += include_str!("../../../kernels/signal.cu");
+    text += include_str!("../../../kernels/exchange.cu");
     text
 }
 

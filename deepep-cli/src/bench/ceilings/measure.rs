@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::board::{KERNEL_TIMEOUT, RING_WORDS, Unit};
 use super::boxes::Rows;
-use super::{Board, Ceiling, CeilingError, Kind, Ring, Transfer};
+use super::{Batch, Board, Ceiling, CeilingError, Kind, Ring, Transfer};
 use crate::bench::stats::median;
 use crate::gpu::{Graph, Shape};
 
@@ -25,6 +25,15 @@ pub struct Extent {
     pub sms: Vec<u32>,
     /// Samples, whose median counts.
     pub samples: usize,
+    /// Batches that travel in packets.
+    pub batches: Vec<Batch>,
+    /// Kernels of these may be launched while the one before them runs.
+    pub early_launch: bool,
+}
+
+/// A rate of rows in bulk.
+fn bulk(kind: Kind, shape: Shape, row_bytes: u32, value: f64) -> Ceiling {
+    Ceiling { sms: Some(shape.blocks), row_bytes: Some(row_bytes), ..Ceiling::of(kind, value) }
 }
 
 impl Board {
@@ -57,17 +66,26 @@ impl Board {
             }
         }
         found.push(self.flag(extent.samples)?);
+        for &batch in &extent.batches {
+            found.extend(self.exchange(batch, extent.early_launch, extent.samples)?);
+        }
         found.extend(self.launches(extent.samples)?);
-        found.sort_by_key(|c| (c.kind, c.row_bytes, c.sms));
+        found.sort_by_key(Ceiling::key);
         Ok(found)
     }
 
-    fn next_round(&self) -> u32 {
+    pub(super) fn next_round(&self) -> u32 {
         self.rounds.set(self.rounds.get() + 1);
         self.rounds.get()
     }
 
-    fn run(&self, unit: &Unit, name: &CStr, shape: Shape, transfer: &Transfer) -> Result<(), CeilingError> {
+    pub(super) fn run(
+        &self,
+        unit: &Unit,
+        name: &CStr,
+        shape: Shape,
+        transfer: &Transfer,
+    ) -> Result<(), CeilingError> {
         let function = unit.module.function(name, shape.shared)?;
         // SAFETY: the kernel takes a Transfer. Its rows lie in boxes of this board, whose devices reach each other, and every caller waits
         // with `settle` before they can go.
@@ -75,7 +93,7 @@ impl Board {
     }
 
     /// All of a device's threads.
-    fn wide(unit: &Unit) -> Shape {
+    pub(super) fn wide(unit: &Unit) -> Shape {
         Shape { blocks: unit.sms * 2, threads: 512, shared: 0 }
     }
 
@@ -140,7 +158,7 @@ impl Board {
             Ok(())
         })?;
         self.check(kind, rows)?;
-        Ok(Ceiling { kind, sms: None, row_bytes: None, value })
+        Ok(Ceiling::of(kind, value))
     }
 
     fn stores(&self, sms: u32, samples: usize) -> Result<Ceiling, CeilingError> {
@@ -151,7 +169,7 @@ impl Board {
             self.run(unit, c"ceiling_store", shape, &self.boxes.to_peers(i, rows))
         })?;
         self.check(kind, rows)?;
-        Ok(Ceiling { kind, sms: Some(sms), row_bytes: None, value })
+        Ok(Ceiling { sms: Some(sms), ..Ceiling::of(kind, value) })
     }
 
     fn bulk_stores(
@@ -169,7 +187,7 @@ impl Board {
             self.run(unit, c"ceiling_bulk_store", shape, &transfer)
         })?;
         self.check(kind, rows)?;
-        Ok(Ceiling { kind, sms: Some(shape.blocks), row_bytes: Some(row_bytes), value })
+        Ok(bulk(kind, shape, row_bytes, value))
     }
 
     fn bulk_reads(&self, shape: Shape, row_bytes: u32, samples: usize) -> Result<Ceiling, CeilingError> {
@@ -185,7 +203,7 @@ impl Board {
         // Every row is compared once; the timed kernels compare each warp's last.
         self.sample(kind, read(1))?;
         let value = self.rate(kind, samples, self.peer_bytes(rows), read(0))?;
-        Ok(Ceiling { kind, sms: Some(shape.blocks), row_bytes: Some(row_bytes), value })
+        Ok(bulk(kind, shape, row_bytes, value))
     }
 
     fn local_copy(&self, shape: Shape, row_bytes: u32, samples: usize) -> Result<Ceiling, CeilingError> {
@@ -196,7 +214,7 @@ impl Board {
             self.run(unit, c"ceiling_bulk_copy", shape, &self.boxes.to_own(i, rows))
         })?;
         self.check(kind, rows)?;
-        Ok(Ceiling { kind, sms: Some(shape.blocks), row_bytes: Some(row_bytes), value })
+        Ok(bulk(kind, shape, row_bytes, value))
     }
 
     /// A word goes round all devices, or between two kernels of one.
@@ -234,7 +252,7 @@ impl Board {
         };
         sample()?;
         let times: Vec<f64> = (0..samples.max(1)).map(|_| sample()).collect::<Result<_, CeilingError>>()?;
-        Ok(Ceiling { kind, sms: None, row_bytes: None, value: median(&times) })
+        Ok(Ceiling::of(kind, median(&times)))
     }
 
     /// What an empty kernel costs.
@@ -251,7 +269,7 @@ impl Board {
             Ok(unsafe { kernels[i].launch(&unit.stream, shape, &()) }?)
         };
         let most = |times: Vec<f64>| times.into_iter().fold(0.0, f64::max);
-        let found = |kind, times: &[f64]| Ceiling { kind, sms: None, row_bytes: None, value: median(times) };
+        let found = |kind, times: &[f64]| Ceiling::of(kind, median(times));
         let samples = samples.max(1) * 4;
         let mut all = Vec::new();
 

@@ -5,12 +5,14 @@
 
 mod board;
 mod boxes;
+mod exchange;
 mod kernels;
 mod measure;
 
 pub use board::Board;
 pub use boxes::{Boxes, Rows};
-pub use kernels::{ENTRIES, Meeting, Ring, Transfer, compile, source};
+pub use exchange::{Batch, Deal, EPOCH_BLOCKS, Room, Way};
+pub use kernels::{ENTRIES, Exchange, Meeting, Ring, Transfer, compile, source};
 pub use measure::Extent;
 
 use std::fmt;
@@ -40,6 +42,9 @@ pub enum Kind {
     Flag,
     /// A flag between two kernels on one device. µs.
     LocalFlag,
+    /// A pair of kernels in a graph of pairs, that exchange packets of as many bytes as an FP8 dispatch of a few tokens to one other rank has, and a BF16
+    /// combine, and do nothing else. µs.
+    PacketExchange,
     /// An empty kernel, from event to event. µs.
     Launch,
     /// An empty kernel in a chain of them. µs.
@@ -76,6 +81,7 @@ impl fmt::Display for Kind {
             Self::LocalCopy => "bulk copy, own memory",
             Self::Flag => "flag to a peer",
             Self::LocalFlag => "flag on one device",
+            Self::PacketExchange => "packet exchange, there and back",
             Self::Launch => "empty kernel, event to event",
             Self::ChainedLaunch => "empty kernel in a chain",
             Self::GraphLaunch => "empty kernel in a graph",
@@ -92,22 +98,45 @@ pub struct Ceiling {
     pub kind: Kind,
     /// Multiprocessors at work, if that matters.
     pub sms: Option<u32>,
-    /// Bytes of a row, if that matters.
+    /// Bytes of a row, if that matters; of dispatched ones with their scales.
     pub row_bytes: Option<u32>,
+    /// Tokens of each device, if that matters.
+    pub tokens: Option<u32>,
     /// In the kind's unit.
     pub value: f64,
 }
 
 impl Ceiling {
+    /// A value of something that has but one.
+    pub fn of(kind: Kind, value: f64) -> Self {
+        Self { kind, sms: None, row_bytes: None, tokens: None, value }
+    }
+
+    /// What it is of, in words, without multiprocessors and bytes of a row.
+    pub fn name(&self) -> String {
+        self.tokens.map_or(self.kind.to_string(), |tokens| format!("{}, T = {tokens}", self.kind))
+    }
+
     /// Whether two values are of the same thing.
     pub fn same_as(&self, other: &Self) -> bool {
-        (self.kind, self.sms, self.row_bytes) == (other.kind, other.sms, other.row_bytes)
+        self.key() == other.key()
+    }
+
+    /// What it is of, in the order of tables.
+    fn key(&self) -> (Kind, Option<u32>, Option<u32>, Option<u32>) {
+        (self.kind, self.row_bytes, self.tokens, self.sms)
     }
 }
 
 /// The best of a kind: the highest rate.
 pub fn best(ceilings: &[Ceiling], kind: Kind) -> Option<f64> {
     ceilings.iter().filter(|c| c.kind == kind).map(|c| c.value).max_by(f64::total_cmp)
+}
+
+/// The time of a [packet exchange](Kind::PacketExchange) of batches of this size.
+pub fn packet_exchange(ceilings: &[Ceiling], batch: Batch) -> Option<f64> {
+    let wanted = batch.ceiling(0.0);
+    ceilings.iter().find(|c| c.same_as(&wanted)).map(|c| c.value)
 }
 
 /// A ceiling that was measured several times in a run.
@@ -185,7 +214,7 @@ mod tests {
     use super::*;
 
     fn ceiling(kind: Kind, sms: u32, value: f64) -> Ceiling {
-        Ceiling { kind, sms: Some(sms), row_bytes: None, value }
+        Ceiling { sms: Some(sms), ..Ceiling::of(kind, value) }
     }
 
     #[test]
@@ -197,6 +226,10 @@ mod tests {
         ];
         assert_eq!(best(&first, Kind::Stores), Some(360.0));
         assert_eq!(best(&first, Kind::CopyEngine), None);
+        let batch = |tokens| Batch { tokens, hidden: 7168 };
+        let exchanges = [batch(1).ceiling(6.0), batch(8).ceiling(7.0)];
+        assert_eq!(packet_exchange(&exchanges, batch(8)), Some(7.0));
+        assert_eq!(packet_exchange(&exchanges, Batch { hidden: 4096, ..batch(8) }), None);
         let later = [vec![ceiling(Kind::Stores, 8, 357.0)], vec![ceiling(Kind::Stores, 8, 343.0)]];
         let drifts = drifts(&first, &later);
         assert_eq!(drifts.len(), 1);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use deepep_cli::bench::ceilings::Extent;
+use deepep_cli::bench::ceilings::{Batch, Extent};
 use deepep_cli::bench::plan::{Layout, Operation, Precision, Selection, Setting, Shape};
 use deepep_cli::bench::rank::{Fault, Run};
 use deepep_cli::routing::{Pattern, padded};
@@ -16,6 +16,9 @@ use super::super::Failure;
 use super::super::settings::BackendChoice;
 use super::super::values::timeout;
 use super::devices::Devices;
+
+/// Tokens of each device in exchanges of packets.
+const EXCHANGED: [u32; 4] = [1, 8, 32, 128];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum DtypeChoice {
@@ -245,13 +248,18 @@ impl Arguments {
         }
         let sms = if self.quick { vec![8, 32] } else { vec![4, 8, 16, 24, 32, 64] };
         let samples = if self.quick { 5 } else { 9 };
+        let batches = selection
+            .hidden()
+            .into_iter()
+            .flat_map(|hidden| EXCHANGED.map(|tokens| Batch { tokens, hidden: hidden as u32 }));
+        let extent = Extent { sms, samples, batches: batches.collect(), early_launch };
         Ok(Plan {
             run,
             sections,
             ranks,
             threads: self.threads || shared,
             cuda,
-            ceilings: (cuda && !self.no_ceilings).then_some(Extent { sms, samples }),
+            ceilings: (cuda && !self.no_ceilings).then_some(extent),
             notes,
         })
     }

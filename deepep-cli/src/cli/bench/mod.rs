@@ -59,7 +59,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         Ok(ceilings) => ceilings,
     };
     // A part of them, to see whether they drift.
-    let again = plan.ceilings.as_ref().map(|_| Extent { sms: vec![32], samples: 5 });
+    let again = plan.ceilings.clone().map(|extent| Extent { sms: vec![32], samples: 5, ..extent });
     if !quiet {
         notes.iter().for_each(|note| println!("note: {note}"));
     }
@@ -144,7 +144,7 @@ fn measure_section(
                 Err(why) => Part::Failed(why.clone()),
             };
             let of_ranks: Vec<Part> = parts.iter().map(of_rank).collect();
-            let outcome = Outcome::of(operation, &of_ranks, ceilings, shared);
+            let outcome = Outcome::of(setting, operation, &of_ranks, ceilings, shared);
             entries.push(Entry { setting: *setting, operation, outcome });
             at += 1;
         }

@@ -16,7 +16,7 @@ pub(super) fn print(report: &Report) {
     }
 }
 
-/// Kinds and rows of bytes down, multiprocessors across.
+/// Kinds, tokens and rows of bytes down, multiprocessors across.
 pub(super) fn ceilings(all: &[Ceiling]) {
     if all.is_empty() {
         return;
@@ -28,7 +28,7 @@ pub(super) fn ceilings(all: &[Ceiling]) {
     let mut header = vec!["what".to_owned(), "row".into(), String::new(), "".into()];
     header.extend(sms.iter().map(|sms| format!("{sms} SMs")));
     let rows: Vec<Vec<String>> = all
-        .chunk_by(|a, b| (a.kind, a.row_bytes) == (b.kind, b.row_bytes))
+        .chunk_by(|a, b| (a.kind, a.row_bytes, a.tokens) == (b.kind, b.row_bytes, b.tokens))
         .map(|group| {
             let first = group[0];
             let value = |c: &Ceiling| {
@@ -36,7 +36,7 @@ pub(super) fn ceilings(all: &[Ceiling]) {
             };
             let row = first.row_bytes.map_or(String::new(), |bytes| format!("{bytes} B"));
             let alone = group.iter().find(|c| c.sms.is_none()).map(value).unwrap_or_default();
-            let mut cells = vec![first.kind.to_string(), row, first.kind.unit().into(), alone];
+            let mut cells = vec![first.name(), row, first.kind.unit().into(), alone];
             for &n in &sms {
                 cells.push(group.iter().find(|c| c.sms == Some(n)).map(value).unwrap_or_default());
             }
@@ -67,6 +67,7 @@ fn results(group: &[Entry]) {
         "of copies",
         "bound",
         "× bound",
+        "× packets",
         "heap",
     ];
     let optional = |x: Option<f64>| x.map_or("–".to_owned(), |x| format!("{x:.1}"));
@@ -104,6 +105,7 @@ fn results(group: &[Entry]) {
                     ratio(t.of_copy_engine),
                     optional(t.bound_us),
                     ratio(t.times_bound),
+                    ratio(t.times_packet_exchange),
                     paint::bytes(t.symmetric_bytes as usize),
                 ]),
                 Outcome::Wrong(what) => cells.push(note("WRONG", what)),

@@ -37,6 +37,12 @@ T plain(const T* p) {
 }
 inline Vec16 ld_received(const Vec16* p) { return plain(p); }
 inline u64 ld_received(const u64* p) { return plain(p); }
+inline u32 ld_received(const u32* p) { return plain(p); }
+inline void ld_stream(const u64* p, u32& low, u32& high) {
+    const u64 v = plain(p);
+    low = (u32)v;
+    high = (u32)(v >> 32);
+}
 inline void st_stream(Vec16* p, Vec16 v) {
     plain(p);
     *p = v;

@@ -30,3 +30,11 @@ inline u32 __float_as_uint(float value) {
     memcpy(&bits, &value, 4);
     return bits;
 }
+
+// A packet as a whole: aligned accesses of 16 bytes are single-copy atomic on x86 processors with AVX.
+typedef u32 PacketVector __attribute__((vector_size(16), may_alias));
+inline void write_packet(Vec16* p, const Vec16& v) { *(volatile PacketVector*)p = PacketVector{v.x, v.y, v.z, v.w}; }
+inline Vec16 read_packet(const Vec16* p) {
+    const PacketVector v = *(const volatile PacketVector*)p;
+    return {v[0], v[1], v[2], v[3]};
+}

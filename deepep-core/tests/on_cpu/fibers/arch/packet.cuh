@@ -4,20 +4,17 @@
 
 namespace arch {
 
-// Aligned accesses of 16 bytes are single-copy atomic on x86 processors with AVX.
-typedef u32 PacketVector __attribute__((vector_size(16), may_alias));
-
 inline void st_packet(Vec16* p, const Vec16& v) {
     plain(p);
     fiber_yield();
-    *(volatile PacketVector*)p = PacketVector{v.x, v.y, v.z, v.w};
+    write_packet(p, v);
 }
 inline Vec16 ld_packet(const Vec16* p) {
     fiber_yield();
     plain(p);
-    const PacketVector v = *(const volatile PacketVector*)p;
-    fiber_saw(p, (u64)(v[0] ^ v[1]) << 32 | (v[2] ^ v[3]));
-    return {v[0], v[1], v[2], v[3]};
+    const Vec16 v = read_packet(p);
+    fiber_saw(p, (u64)(v.x ^ v.y) << 32 | (v.z ^ v.w));
+    return v;
 }
 
 }  // namespace arch

@@ -81,11 +81,13 @@ extern "C" __global__ void __launch_bounds__(512, 2) ceiling_exchange(const __gr
     arch::launch_dependents();
     arch::wait_for_predecessor();
     Share share(x);
-    // All that is read is on its way at once.
-    share.load();
+    // All that is read is on its way at once; a look comes last, since something is done with it.
     u32* const epochs = (u32*)x.epochs;
-    const u32 epoch = arch::ld_received(epochs + blockIdx.x) + 1, tag = packet_tag(epoch);
-    bool ok = arch::ld_received((const u64*)x.late) == 0;
+    const u32 before = arch::ld_received(epochs + blockIdx.x);
+    const u64 late = arch::ld_received((const u64*)x.late);
+    share.load();
+    const u32 epoch = before + 1, tag = packet_tag(epoch);
+    bool ok = late == 0;
     if (share.sends && ok)
 #pragma unroll 1
         for (bool some = share.some(); some; some = share.next()) {

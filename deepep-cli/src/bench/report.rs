@@ -80,7 +80,7 @@ pub struct Entry {
 #[serde(rename_all = "lowercase")]
 pub enum Outcome {
     /// Right before and after it was timed.
-    Timed(Times),
+    Timed(Box<Times>),
     /// A result differs from the oracle's.
     Wrong(String),
     /// The library or the device returned an error.
@@ -186,7 +186,7 @@ impl Outcome {
         let samples: Vec<&Samples> =
             ranks.iter().filter_map(|p| if let Part::Timed(s) = p { Some(s) } else { None }).collect();
         match Times::of(setting, operation, &samples, ceilings, shared_devices) {
-            Some(times) => Self::Timed(times),
+            Some(times) => Self::Timed(Box::new(times)),
             None => Self::Failed("no rank has timed anything".into()),
         }
     }
@@ -371,7 +371,7 @@ mod tests {
         };
         let text = String::new;
         let outcomes = [
-            Outcome::Timed(times),
+            Outcome::Timed(Box::new(times)),
             Outcome::Wrong(text()),
             Outcome::Failed(text()),
             Outcome::Skipped(text()),

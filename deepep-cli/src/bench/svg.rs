@@ -211,7 +211,7 @@ mod tests {
     }
 
     fn timed(median: f64) -> Outcome {
-        Outcome::Timed(Times {
+        Outcome::Timed(Box::new(Times {
             end_to_end_us: Quantiles { p10: median, p50: median, p90: median },
             kernel_us: None,
             host_wall_us: None,
@@ -226,7 +226,7 @@ mod tests {
             packet_exchange_us: None,
             times_packet_exchange: None,
             symmetric_bytes: 1,
-        })
+        }))
     }
 
     fn report(results: Vec<Entry>) -> Report {

@@ -1,5 +1,7 @@
 //! Packets there and back: what batches of a few tokens take, as two kernels that take turns.
 
+use std::ffi::CStr;
+
 use deepep_core::layout::{GROUP_BYTES, GROUP_PACKETS, PACKET_BYTES, packet_groups};
 use deepep_core::tensor::DType;
 
@@ -232,7 +234,7 @@ impl Board {
     /// Fills or compares.
     fn on_parts(
         &self,
-        kernel: &std::ffi::CStr,
+        kernel: &CStr,
         room: &Room,
         parts: impl Fn(usize, &Way) -> Vec<Transfer>,
     ) -> Result<(), CeilingError> {
@@ -263,11 +265,13 @@ impl Board {
                 let (shape, exchange) = (deal.shape(), self.boxes.exchange(i, way, deal));
                 // SAFETY: the kernel takes an Exchange, and waits for its predecessor before all else. What it names lies in boxes and words of this
                 // board, whose devices reach each other, and `sample` waits.
-                match early_launch {
-                    true => unsafe { function.launch_early(&unit.stream, shape, &exchange) }?,
-                    false => unsafe { function.launch(&unit.stream, shape, &exchange) }?,
-                }
-                Ok(())
+                let launched = unsafe {
+                    match early_launch {
+                        true => function.launch_early(&unit.stream, shape, &exchange),
+                        false => function.launch(&unit.stream, shape, &exchange),
+                    }
+                };
+                Ok(launched?)
             };
             Graph::capture(&unit.stream, || (0..PAIRS).try_for_each(|_| room.ways.iter().try_for_each(pair)))
         };

@@ -58,6 +58,7 @@ struct Fiber {
     const Launch* launch = nullptr;
     BlockState* block = nullptr;
     unsigned rank = 0, thread = 0, index = 0;
+    unsigned sent = 0;  // packets that are not there yet
     std::shared_ptr<Group> open = std::make_shared<Group>();
     std::vector<std::shared_ptr<Group>> groups;
 };
@@ -69,6 +70,14 @@ struct Copy {
     std::shared_ptr<Group> group; // stores
     std::vector<uint8_t> read;
     bool lazy;                    // takes its steps much later than others
+};
+// A packet that was sent and is not there yet. Of one thread and address there is one at most.
+struct Late {
+    FiberPacket* to;
+    FiberPacket packet;
+    Fiber* from;  // null once it has ended
+    unsigned rank;
+    bool lazy;  // comes much later than others
 };
 struct Rank {
     const Launch* launches = nullptr;
@@ -93,6 +102,7 @@ struct Stacks : std::vector<uint8_t*> {
 thread_local std::mt19937_64 chance;
 thread_local std::vector<Fiber*> ready;
 thread_local std::vector<Copy> copies;
+thread_local std::vector<Late> late;
 thread_local Stacks stacks;
 thread_local std::vector<Rank> ranks;
 thread_local Fiber* current;
@@ -177,13 +187,39 @@ void start(unsigned r) {
     }
 }
 
+// A packet arrives.
+void deliver(size_t i) {
+    idle = 0;
+    // At once: other threads of the machine may look.
+    *(volatile FiberPacket*)late[i].to = late[i].packet;
+    if (late[i].from) late[i].from->sent--;
+    late[i] = late.back();
+    late.pop_back();
+}
+// Packets for which `which` holds arrive. From behind, where `deliver` moves nothing that was not looked at.
+template <class Which>
+void deliver_all(Which which) {
+    for (size_t i = late.size(); i-- > 0;)
+        if (which(late[i])) deliver(i);
+}
+void step_late() {
+    const size_t i = draw((unsigned)late.size());
+    // Many that take long would take too long where the clock is the machine's.
+    const bool few = !alone || late.size() < 300;
+    if (!late[i].lazy || !few || ready.empty() || draw(200) == 0) deliver(i);
+}
+
 void end(Fiber* f) {
     idle = 0;
     stacks.push_back(f->stack);
     Rank& rank = ranks[f->rank];
     const unsigned r = f->rank;
+    if (f->sent)
+        for (Late& p : late)
+            if (p.from == f) p.from = nullptr;
     delete f;
     if (--rank.alive != 0) return;
+    deliver_all([&](const Late& p) { return p.rank == r; });
     for (const auto& block : rank.blocks)
         for (const Copy& c : copies)
             if (c.bar && (uint8_t*)c.bar >= block->shared && (uint8_t*)c.bar < block->shared + block->bytes)
@@ -234,8 +270,9 @@ void run_all(double limit) {
     const double until = seconds() + limit;
     for (steps = 1;; steps++) {
         if (!copies.empty() && (ready.empty() || draw(4) == 0)) step_copy();
+        if (!late.empty() && (ready.empty() || draw(2) == 0)) step_late();
         if (ready.empty()) {
-            if (!copies.empty()) continue;
+            if (!copies.empty() || !late.empty()) continue;
             for (unsigned r = 0; r < ranks.size(); r++)
                 if (ranks[r].alive) fiber_fail("threads wait for each other and nobody comes; threads of a rank that are left", ranks[r].alive);
             return;
@@ -361,6 +398,15 @@ void fiber_bulk_wait(unsigned but, bool only_read) {
     g.erase(g.begin(), g.begin() + (long)old);
 }
 
+void fiber_send(FiberPacket* to, FiberPacket packet) {
+    if (current->sent) fiber_arrive(to);
+    current->sent++;
+    late.push_back({to, packet, current, current->rank, draw(8) == 0});
+}
+void fiber_arrive(const void* at) {
+    if (current->sent) deliver_all([&](const Late& p) { return p.from == current && (!at || p.to == at); });
+}
+
 void fiber_fail(const char* what, uint64_t value) {
     if (current)
         snprintf(message, message_bytes, "rank %u, operation %zu, block %u, thread %u: %s: %#llx", current->rank,
@@ -378,6 +424,7 @@ int fiber_run(uint64_t seed, const Launch* const* launches, const size_t* counts
     chance.seed(seed);
     ready.clear();
     copies.clear();
+    late.clear();
     current = nullptr;
     ranks.clear();
     ranks.resize(rank_count);

@@ -25,6 +25,13 @@ void put(T* p, T v) {
     __atomic_store_n(p, v, __ATOMIC_RELEASE);
 }
 
+// Behind what this thread has sent.
+template <class T>
+void release(T* p, T v) {
+    fiber_arrive(nullptr);
+    put(p, v);
+}
+
 inline u32 ld_acquire_sys(const u32* p) { return seen(p); }
 inline u64 ld_acquire_sys(const u64* p) { return seen(p); }
 inline u64 ld_acquire_gpu(const u64* p) { return seen(p); }
@@ -42,9 +49,9 @@ inline void st_relaxed_sys(u64* p, u64 a, u64 b) {
     put(p, a);
     put(p + 1, b);
 }
-inline void st_release_sys(u32* p, u32 v) { put(p, v); }
-inline void st_release_sys(u64* p, u64 v) { put(p, v); }
-inline void st_release_gpu(u64* p, u64 v) { put(p, v); }
+inline void st_release_sys(u32* p, u32 v) { release(p, v); }
+inline void st_release_sys(u64* p, u64 v) { release(p, v); }
+inline void st_release_gpu(u64* p, u64 v) { release(p, v); }
 inline void st_relaxed_sys(u32* p, u32 v) { put(p, v); }
 inline void st_relaxed_sys(u64* p, u64 v) { put(p, v); }
 inline void st_relaxed_gpu(u64* p, u64 v) { put(p, v); }
@@ -64,7 +71,10 @@ inline u32 add_gpu(u32* p, u32 v) {
     seen(p);
     return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
 }
-inline u32 add_acq_rel_gpu(u32* p, u32 v) { return add_gpu(p, v); }
+inline u32 add_acq_rel_gpu(u32* p, u32 v) {
+    fiber_arrive(nullptr);
+    return add_gpu(p, v);
+}
 inline u32 ld_acquire_cta_shared(const u32* p) { return seen(p); }
 inline void st_release_cta_shared(u32* p, u32 v) { put(p, v); }
 inline void add_release_cta_shared(u32* p, u32 v) {

@@ -1,6 +1,6 @@
 //! The kernels of dispatch and combine on CPUs, against the oracle, bit by bit: the sources as they are, with the files of `arch/` replaced by CPU
 //! versions. One fiber is one thread; at accesses that others see, at meetings and waits a seed draws who goes on, and bulk copies
-//! happen late. So these tests see wrong positions, waits that nobody ends, and shared memory that is used again too early; they don't
+//! and packets happen late. So these tests see wrong positions, waits that nobody ends, and shared memory that is used again too early; they don't
 //! see what a weak memory order does.
 
 mod dispatch;

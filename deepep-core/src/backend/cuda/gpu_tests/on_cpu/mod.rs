@@ -6,9 +6,11 @@
 mod dispatch;
 mod following;
 mod kernels;
+mod late;
 mod packets;
 mod pull;
 mod ranks;
+mod zeroed;
 
 use self::kernels::{Kernels, compiler};
 use self::ranks::{Call, Ranks, Tensors};
@@ -106,6 +108,29 @@ fn one_call(ranks: &mut Ranks<'_>, kernels: &Kernels, seed: u64) -> Outcome {
     ranks.run(kernels, seed, &calls)
 }
 
+/// Whether a dispatch, and a combine, behind a call that failed on all ranks write anything into the memory through which packets travel.
+fn write_behind_a_failure(ranks: &mut Ranks<'_>, kernels: &Kernels) -> Outcome<[bool; 2]> {
+    let rounds: Vec<Round> = ranks.cases.iter().map(|case| Round::drawn(case, 8)).collect();
+    let tensors: Vec<Tensors> =
+        rounds.iter().enumerate().map(|(r, round)| Tensors::new(ranks.cases[r], round, r)).collect();
+    let mut wrote = [false; 2];
+    for (n, wrote) in wrote.iter_mut().enumerate() {
+        let calls: Vec<Vec<Call>> = tensors
+            .iter()
+            .enumerate()
+            .map(|(r, t)| match n {
+                0 => vec![ranks.dispatch(r, t, 0, 0, false)],
+                _ => vec![ranks.combine(r, t, 0, 0)],
+            })
+            .collect();
+        let before = ranks.all_packets()?;
+        let error = ranks.run(kernels, 8, &calls).expect_err("it is known that a call failed").to_string();
+        assert!(error.contains("gave up"), "{error}");
+        *wrote = ranks.all_packets()? != before;
+    }
+    Ok(wrote)
+}
+
 /// Ranks that make different calls all learn of it, whatever differs, and nothing is parsed as what it is not.
 #[test]
 fn calls_that_differ_end_on_cpus() {
@@ -133,6 +158,10 @@ fn calls_that_differ_end_on_cpus() {
                 for (phase, _) in ranks.gave_up() {
                     assert_eq!(phase, Phase::Parameters as u32, "{placement:?}, packets {packets}, {name}");
                 }
+                if packets {
+                    let wrote = write_behind_a_failure(&mut ranks, &kernels).unwrap();
+                    assert_eq!(wrote, [false; 2], "{placement:?}, {name}");
+                }
             }
             // Nothing differs in dispatch: combine is what finds it.
             let mut ranks = Ranks::of(&[&same, &same], limits, 0).unwrap();
@@ -150,6 +179,10 @@ fn calls_that_differ_end_on_cpus() {
             for (r, (phase, peer)) in ranks.gave_up().into_iter().enumerate() {
                 assert_eq!(phase, Phase::Parameters as u32, "{placement:?}, packets {packets}, rank {r}");
                 assert!(peer < 2);
+            }
+            if packets {
+                let wrote = write_behind_a_failure(&mut ranks, &kernels).unwrap();
+                assert_eq!(wrote, [false; 2], "{placement:?}, combine");
             }
             // Other rows and slots: the ranks wait for different things, and still learn why.
             let mut ranks = Ranks::of(&[&same, &other], limits, 0).unwrap();
@@ -172,6 +205,26 @@ fn calls_that_differ_end_on_cpus() {
             assert!(ranks.gave_up().iter().all(|&(phase, _)| phase == Phase::Parameters as u32));
         }
     }
+}
+
+/// The tests see packets of a kernel that does not look whether one before it has failed.
+#[test]
+fn packets_behind_a_failure_are_noticed_on_cpus() {
+    if !compiler("packets_behind_a_failure_are_noticed_on_cpus") {
+        return;
+    }
+    let (file, looks) = ("comm/packets.cuh", "return abort != 0;");
+    let change = |name: &str, text: String| {
+        assert!(name != file || text.matches(looks).count() == 1, "{file} has no longer {looks:?}");
+        if name == file { text.replace(looks, "return false;") } else { text }
+    };
+    let placement = Placement::Plain;
+    let kernels = Kernels::build(&packets::packet_programs(2, placement), &change).unwrap();
+    let case = packets::case(2, 12, placement);
+    let mut ranks = Ranks::new(&case, packets::LIMITS, 0).unwrap();
+    ranks.digests = vec![55, 56];
+    one_call(&mut ranks, &kernels, 3).unwrap_err();
+    assert_eq!(write_behind_a_failure(&mut ranks, &kernels).unwrap(), [true; 2]);
 }
 
 /// A rank whose rows were not all sent announces none of them: its peer gives up and does not take old rows for new ones.

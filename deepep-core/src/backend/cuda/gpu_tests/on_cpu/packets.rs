@@ -3,23 +3,23 @@
 use super::super::super::grid::Limits;
 use super::super::Round;
 use super::super::check::{self, POISON, i32_at};
-use super::super::input::{Case, Routing};
+use super::super::input::{Case, Input, Routing};
 use super::super::machine::Outcome;
-use super::super::oracle::Received;
+use super::super::oracle::{self, Received};
 use super::kernels::{Kernels, compiler};
 use super::programs;
 use super::ranks::{Call, Ranks, Tensors};
 use crate::jit::Program;
-use crate::layout::{HandleLayout, OutputLayout, Placement, RecordKind};
+use crate::layout::{HandleLayout, OutputLayout, Phase, Placement, RecordKind};
 
-const LIMITS: Limits = Limits { blocks: 3, shared_bytes: 232_448, link: 48 };
+pub(super) const LIMITS: Limits = Limits { blocks: 3, shared_bytes: 232_448, link: 48 };
 
-fn packet_programs(ranks: usize, placement: Placement) -> Vec<Program> {
+pub(super) fn packet_programs(ranks: usize, placement: Placement) -> Vec<Program> {
     let packets = |p: &Program| matches!(p, Program::PacketDispatch { .. } | Program::PacketCombine { .. });
     programs(ranks, placement).into_iter().filter(packets).collect()
 }
 
-fn case(ranks: usize, tokens: usize, placement: Placement) -> Case {
+pub(super) fn case(ranks: usize, tokens: usize, placement: Placement) -> Case {
     Case { packets: true, ..Case::new(ranks, tokens, placement) }
 }
 
@@ -89,7 +89,7 @@ fn kernels_for_sizes_give_the_oracles_bits_on_cpus() {
 }
 
 /// The lowest rank over capacity, with its tokens and rows.
-fn over(case: &Case, received: &[Received]) -> Option<(usize, [i32; 2])> {
+pub(super) fn over(case: &Case, received: &[Received]) -> Option<(usize, [i32; 2])> {
     let shape = case.dispatch_shape();
     received.iter().enumerate().find_map(|(r, all)| {
         let tokens = all.tokens.len();
@@ -160,4 +160,69 @@ fn a_capacity_holds_on_all_ranks_on_cpus() {
             assert_eq!(seen, [2, 3], "{placement:?}");
         }
     }
+}
+
+/// One dispatch, and combines of other rows behind it with nothing in between.
+fn combines_in_a_row(ranks: &Ranks<'_>, kernels: &Kernels, seed: u64) -> Outcome {
+    let case = ranks.cases[0];
+    let inputs = || (0..case.ranks).map(|r| Input::new(case, r, seed)).collect();
+    let rounds: Vec<Round> = (0..4).map(|n| Round::new(case, inputs(), 10 * seed + n)).collect();
+    let tensors: Vec<Vec<Tensors>> =
+        (0..case.ranks).map(|r| rounds.iter().map(|round| Tensors::new(case, round, r)).collect()).collect();
+    let calls: Vec<Vec<Call>> = tensors
+        .iter()
+        .enumerate()
+        .map(|(r, all)| {
+            let combines = all.iter().map(|t| ranks.combine(r, t, 0, 0));
+            std::iter::once(ranks.dispatch(r, &all[0], 0, 0, false)).chain(combines).collect()
+        })
+        .collect();
+    ranks.run(kernels, seed, &calls)?;
+    for (r, all) in tensors.iter().enumerate() {
+        for (n, (t, round)) in all.iter().zip(&rounds).enumerate() {
+            let input = &round.inputs[r];
+            let want = oracle::combine(case, &round.received, input, r, &round.rows, &round.biases[r]);
+            check::combined(case, t.out.bytes(), &want, Some(t.out_weights.bytes()), input)
+                .map_err(|e| format!("combine {n}, rank {r}: {e}"))?;
+        }
+    }
+    Ok(())
+}
+
+/// A rank without tokens waits for nobody's rows in combine, and still does not overwrite what a peer has not read; without the permission it does.
+#[test]
+fn a_rank_without_tokens_asks_before_it_writes_on_cpus() {
+    if !compiler("a_rank_without_tokens_asks_before_it_writes_on_cpus") {
+        return;
+    }
+    let placement = Placement::Expanded;
+    let mut case = case(2, 12, placement);
+    case.tokens = vec![0, 12];
+    let asks = "b.begun().compare_all();";
+    let without =
+        |name: &str, text: String| match name == "kernel.cu" && text.contains("deepep_packet_combine(") {
+            true => {
+                assert_eq!(text.matches(asks).count(), 1, "the combine has no longer {asks:?}");
+                text.replace(asks, ";")
+            }
+            false => text,
+        };
+    let run = |kernels: &Kernels, seed: u64| -> (Outcome, Vec<(u32, u32)>) {
+        let mut ranks = Ranks::new(&case, LIMITS, 0).unwrap();
+        ranks.turns = 5_000_000;
+        ranks.plan(&[case.dispatch_shape(); 2]).unwrap();
+        let outcome = combines_in_a_row(&ranks, kernels, seed);
+        (outcome, ranks.gave_up())
+    };
+    let kernels = Kernels::build(&packet_programs(2, placement), &|_, text| text).unwrap();
+    for seed in 0..8 {
+        run(&kernels, seed).0.unwrap_or_else(|e| panic!("seed {seed}: {e}"));
+    }
+    let kernels = Kernels::build(&packet_programs(2, placement), &without).unwrap();
+    // Rank 1 waits for rows that are no longer there.
+    let lost = (0..8).any(|seed| {
+        let (outcome, gave_up) = run(&kernels, seed);
+        outcome.is_err() && gave_up[1] == (Phase::Arrival as u32, 0)
+    });
+    assert!(lost, "without {asks:?} everything went well");
 }

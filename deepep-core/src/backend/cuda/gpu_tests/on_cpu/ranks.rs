@@ -14,8 +14,8 @@ use super::kernels::{Kernels, Launch};
 use crate::backend::Readable;
 use crate::jit::Program;
 use crate::layout::{
-    DispatchShape, HandleLayout, HeapConfig, HeapLayout, OutputLayout, Placement, RecordKind, StatusRecord,
-    WorkspaceLayout,
+    DispatchShape, HandleLayout, HeapConfig, HeapLayout, OutputLayout, PacketLayout, Placement, RecordKind,
+    StatusRecord, WorkspaceLayout,
 };
 
 /// Deadline of a wait, in turns of the runtime.
@@ -117,6 +117,8 @@ pub(super) struct Ranks<'a> {
     pub(super) digests: Vec<u32>,
     /// Number of the next calls for exact counts; 0: nobody asks.
     pub(super) count_tag: u32,
+    /// Deadline of a wait, in turns of the runtime; for plans that are made from now on.
+    pub(super) turns: u64,
 }
 
 #[allow(clippy::large_enum_variant)] // Boxed, and lives for one launch.
@@ -202,8 +204,8 @@ impl<'a> Ranks<'a> {
         let statuses: Vec<Memory> = (0..case.ranks).map(|_| Memory::new(layout.status.bytes, 0)).collect();
         let (cases, digests) = (cases.to_vec(), vec![55; case.ranks]);
         let shapes: Vec<DispatchShape> = cases.iter().map(|case| case.dispatch_shape()).collect();
-        let mut ranks =
-            Self { cases, layout, heaps, statuses, limits, plans: Vec::new(), digests, count_tag: 0 };
+        let (plans, count_tag, turns) = (Vec::new(), 0, TURNS);
+        let mut ranks = Self { cases, layout, heaps, statuses, limits, plans, digests, count_tag, turns };
         ranks.plan(&shapes)?;
         Ok(ranks)
     }
@@ -213,7 +215,7 @@ impl<'a> Ranks<'a> {
         let bases: Vec<u64> = self.heaps.iter().map(Memory::address).collect();
         let plan = |(r, dispatch): (usize, &DispatchShape)| -> Outcome<_> {
             // The runtime's clock counts turns.
-            let turns = std::time::Duration::from_nanos(TURNS);
+            let turns = std::time::Duration::from_nanos(self.turns);
             let domain = domain(&self.layout.workspace, r, &bases, self.statuses[r].address(), turns);
             let setting = Setting {
                 layout: self.layout,
@@ -232,6 +234,22 @@ impl<'a> Ranks<'a> {
         };
         self.plans = shapes.iter().enumerate().map(plan).collect::<Outcome<_>>()?;
         Ok(())
+    }
+
+    /// Where small batches travel, in every heap.
+    pub(super) fn packets(&self) -> Outcome<PacketLayout> {
+        Ok(self.layout.workspace.packets.ok_or("nothing travels in packets")?)
+    }
+
+    /// A part of a rank's heap.
+    pub(super) fn part(&mut self, r: usize, offset: usize, bytes: usize) -> &mut [u8] {
+        &mut self.heaps[r].bytes_mut()[offset..offset + bytes]
+    }
+
+    /// All that ranks have told each other in packets, and when they have begun.
+    pub(super) fn all_packets(&mut self) -> Outcome<Vec<Vec<u8>>> {
+        let p = self.packets()?;
+        Ok((0..self.heaps.len()).map(|r| self.part(r, p.begun, p.bytes).to_vec()).collect())
     }
 
     /// The newest record of a kind on a rank.

@@ -123,7 +123,9 @@ pub struct Config {
     /// set, they are if the rank has its device for itself. Where ranks share one, asking for it is an error. A caller's own kernel that is launched in the same way
     /// behind an operation has to wait for it (`griddepcontrol.wait`, `cudaGridDependencySynchronize`) before it touches any of its tensors.
     /// Such kernels are not launched cooperatively: where operations of two buffers run at the same time, give each its share of
-    /// [`multiprocessors`](Self::multiprocessors), or blocks of one may keep those of the other out until a deadline ends both. May differ between ranks.
+    /// [`multiprocessors`](Self::multiprocessors), or blocks of one may keep those of the other out until a deadline ends both. A kernel of the caller's on another
+    /// stream can keep some blocks out in the same way, while the others wait for them: give it and the operations their shares if it may run as long as
+    /// [`timeout`](Self::timeout), or do without early launches. May differ between ranks.
     pub early_launch: Option<bool>,
     /// Which processors run the operations.
     pub backend: BackendKind,

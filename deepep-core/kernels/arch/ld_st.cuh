@@ -106,7 +106,11 @@ DEVICE void add_release_cta_shared(u32* p, u32 v) {
     asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;" ::"r"(shared_address(p)), "r"(v) : "memory");
 }
 
-// Memory that nobody writes while the kernel runs.
+// Memory that nobody writes from the wait for the kernel before until this one ends.
+//
+// PTX promises this load for memory that nobody writes as long as the kernel lives, and a kernel that was launched early lives while the one before it still
+// writes. There it rests on the hardware: nothing is loaded before that wait, and a multiprocessor has one L1 for these loads and ordinary ones, so that what the
+// wait makes visible to the latter these see as well.
 DEVICE Vec16 ld_stream(const Vec16* p) {
     Vec16 v;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -1,7 +1,8 @@
 // Words in which a rank tells its peers that its kernel of an epoch has started, and with what call: epoch << 32 | digest of the call.
 //
 // Who writes: one block, near the start of a kernel, one word for each parity of the epoch. Who waits: one warp of every rank, for the epoch itself, to compare the
-// digests; then the peers' kernels before that one have ended. A rank that is two calls ahead has put a newer word there, and nothing is compared.
+// digests; then the peers' kernels before that one have ended. A rank that is two calls ahead has put a newer word there, and nothing is compared: in a
+// combine of rows. In packets no rank gets so far: before it ends its next call it waits for this rank's word of that one, which is told when this one has ended.
 #pragma once
 #include "comm/wait.cuh"
 

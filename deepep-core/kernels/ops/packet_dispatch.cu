@@ -1,7 +1,7 @@
 // Dispatch of a small batch, in one kernel without a barrier between the ranks. The protocol is docs/protocol.md, section 8.
 //
-// Who writes: for each of its tokens a rank writes ids and weights to every rank, itself included, and the row to every rank that needs it; all in
-//   packets (comm/packets.cuh). From the ids of all tokens every block that places rows knows every position. Results and tables are written by
+// Who writes: a rank writes the ids of max_tokens tokens, given or not, to every rank, itself included, for each token that it has the weights as well, and the
+//   row to every rank that needs it; all in packets (comm/packets.cuh). From the ids of all tokens every block that places rows knows every position. Results and tables are written by
 //   their owner only.
 // Who waits: every block that places rows for the ids of all tokens; the warps that place a row for its packets; one warp of all, at the end, for `begun`,
 //   so that the next kernel may write. Nothing is sent after a wait, so that ranks can't block each other. All blocks are resident at once.

@@ -2,7 +2,7 @@
 
 use super::{Cursor, DispatchShape, MAX_RANKS, Placement};
 
-/// What a dispatch delivers, in one output slot.
+/// What a dispatch delivers, in one output slot. "Written by peers" is meant of rows that travel as rows: what comes in packets the receiver puts here itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutputLayout {
     /// `[row_capacity][row_bytes]`: received rows. Written by peers.
@@ -39,7 +39,7 @@ impl OutputLayout {
     }
 }
 
-/// What combine and a cached dispatch need of an earlier dispatch, in one handle slot.
+/// What combine and a cached dispatch need of an earlier dispatch, in one handle slot. Of a dispatch in packets the owner writes all of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HandleLayout {
     /// `(u32 global token id, u32 lane mask)[token_capacity]`, the id being rank · max_tokens + token. Written by peers.
@@ -48,7 +48,8 @@ pub struct HandleLayout {
     pub lane_row: usize,
     /// `i32[max_tokens][K]`: expert ids of this rank's tokens, invalid ones as −1.
     pub topk: usize,
-    /// `i32[max_tokens][R]`: row at each rank (expanded: of the lowest lane there), −1 if the token does not go there.
+    /// `i32[max_tokens][R]`: row at each rank (expanded: of the lowest lane there; at other ranks of a dispatch in packets the token
+    /// index, since they place rows themselves), −1 if the token does not go there.
     pub sent_row: usize,
     /// Expanded: `i32[max_tokens][R]`: token index at each rank, −1 if the token does not go there.
     pub sent_index: usize,

@@ -38,7 +38,7 @@ pub const fn weight_packets(topk: usize) -> usize {
 pub struct PacketLayout {
     /// Peer, `u64[2][2 parities][ranks]`, one cache line each: a kernel of dispatch, or of combine, has started, and with what call.
     pub begun: usize,
-    /// Peer, `[2 parities][ranks]`, one cache line each: digest of the call, tokens.
+    /// Peer, `[2 parities][ranks]`, one cache line each: digest of a dispatch's call.
     pub heads: usize,
     /// Peer, `[2 parities][ranks][packets of a token][max_tokens]`: ids.
     pub ids: usize,

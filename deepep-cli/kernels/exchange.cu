@@ -79,8 +79,8 @@ struct Share {
 // Two blocks fit on a multiprocessor: the next kernel starts early beside this one.
 extern "C" __global__ void __launch_bounds__(512, 2) ceiling_exchange(const __grid_constant__ Exchange x) {
     arch::launch_dependents();
-    arch::wait_for_predecessor();
     Share share(x);
+    arch::wait_for_predecessor();
     // All that is read is on its way at once; a look comes last, since something is done with it.
     u32* const epochs = (u32*)x.epochs;
     const u32 before = arch::ld_received(epochs + blockIdx.x);
@@ -88,14 +88,14 @@ extern "C" __global__ void __launch_bounds__(512, 2) ceiling_exchange(const __gr
     share.load();
     const u32 epoch = before + 1, tag = packet_tag(epoch);
     bool ok = late == 0;
+    // All warps have read the epoch.
+    __syncthreads();
     if (share.sends && ok)
 #pragma unroll 1
         for (bool some = share.some(); some; some = share.next()) {
             if (share.item >= share.step) share.load();
             share.send(tag);
         }
-    // All warps have read the epoch.
-    __syncthreads();
     if (threadIdx.x == 0) epochs[blockIdx.x] = epoch;
     if (share.sends || !ok) return;
 #pragma unroll 1

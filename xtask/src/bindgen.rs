@@ -30,6 +30,9 @@ pub fn need_libclang() -> Result<()> {
     if clang_sys::load().is_ok() {
         return Ok(());
     }
+    if let Some(path) = std::env::var_os("LIBCLANG_PATH") {
+        bail!("there is no usable libclang where LIBCLANG_PATH says: {}", path.display());
+    }
     eprintln!("xtask: installing libclang from the distribution's packages");
     crate::wheels::run(Command::new("apt-get").args(["update", "-qq"]))?;
     crate::wheels::run(Command::new("apt-get").args(["install", "-y", "-qq", "libclang1"]))

@@ -215,7 +215,7 @@ impl Times {
         };
         let bound = link.map(|rate| wire_bytes as f64 / rate / 1e3);
         let exchange = match (operation, setting.dtype) {
-            (Operation::Graph, Precision::Fp8) if !shared_devices => {
+            (Operation::Graph, Precision::Fp8) if !shared_devices && setting.sms.is_none() => {
                 let batch = Batch { tokens: setting.tokens as u32, hidden: setting.shape.hidden as u32 };
                 packet_exchange(ceilings, batch)
             }
@@ -283,7 +283,7 @@ mod tests {
             tokens,
             dtype: Precision::Fp8,
             layout: Layout::Expanded,
-            sms: Some(16),
+            sms: None,
         }
     }
 
@@ -345,6 +345,8 @@ mod tests {
         assert_eq!(of(&setting(64), Operation::Graph, false), None);
         let bf16 = Setting { dtype: Precision::Bf16, ..setting(128) };
         assert_eq!(of(&bf16, Operation::Graph, false), None);
+        let few = Setting { sms: Some(16), ..setting(128) };
+        assert_eq!(of(&few, Operation::Graph, false), None);
     }
 
     #[test]

@@ -127,6 +127,19 @@ impl Compiler {
         self.nvrtc.library()
     }
 
+    /// Whether this NVRTC knows packets' accesses: 16 bytes at system scope, which PTX 8.4 has.
+    ///
+    /// # Errors
+    /// [`JitError::TooOld`].
+    pub fn need_packets(&self) -> Result<(), JitError> {
+        let (major, minor) = self.version();
+        if (major, minor) >= (12, 4) {
+            return Ok(());
+        }
+        let (library, what) = (self.library().into(), String::from("the 16-byte accesses of packets"));
+        Err(JitError::TooOld { library, major, minor, need: "12.4", what })
+    }
+
     /// Compiles a program, without looking at any cache.
     ///
     /// # Errors
@@ -135,12 +148,8 @@ impl Compiler {
     #[doc(alias = "nvrtcCompileProgram")]
     #[doc(alias = "nvrtcGetCUBIN")]
     pub fn compile(&self, program: Program, arch: Arch) -> Result<Cubin, JitError> {
-        let (major, minor) = self.version();
-        if matches!(program, Program::PacketDispatch { .. } | Program::PacketCombine { .. })
-            && (major, minor) < (12, 3)
-        {
-            let (library, what) = (self.library().into(), String::from("the 16-byte accesses of packets"));
-            return Err(JitError::TooOld { library, major, minor, need: "12.3", what });
+        if matches!(program, Program::PacketDispatch { .. } | Program::PacketCombine { .. }) {
+            self.need_packets()?;
         }
         let Output { image, assembly, log, .. } =
             self.compile_text(program.entry(), program.source(), program.headers(), arch)?;

@@ -158,9 +158,11 @@ impl Board {
                 stream.wait(SAMPLE_TIMEOUT, || format!("measuring {kind}"))?;
             }
         }
-        for unit in &self.units {
+        // All are read, and zeroed, before anything is said of one.
+        let counters: Vec<_> = self.units.iter().map(Unit::counters).collect::<Result<_, _>>()?;
+        for (unit, counters) in self.units.iter().zip(counters) {
             let device = unit.context.device().ordinal();
-            match unit.counters()? {
+            match counters {
                 [0, 0] => {}
                 [_, late] if late > 0 => return Err(CeilingError::GaveUp { kind, device }),
                 [wrong, _] => return Err(CeilingError::Wrong { kind, device, wrong }),

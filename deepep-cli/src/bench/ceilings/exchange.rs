@@ -214,8 +214,7 @@ impl Board {
         samples: usize,
     ) -> Result<Option<Ceiling>, CeilingError> {
         let Some(room) = self.boxes.room(batch.bytes()) else { return Ok(None) };
-        let round = self.next_round();
-        self.on_parts(c"ceiling_fill", &room, |i, way| self.boxes.fill_exchange(i, way, round))?;
+        self.fill_parts(&room)?;
         let sms = self.units.iter().map(|unit| unit.sms).min().unwrap_or(0);
         let mut tried = Vec::new();
         let mut best = f64::INFINITY;
@@ -226,9 +225,15 @@ impl Board {
             }
             tried.push(deals);
             best = best.min(self.exchange_in(&room, deals, early_launch, samples)?);
-            self.on_parts(c"ceiling_check", &room, |i, way| self.boxes.check_exchange(i, way, round))?;
         }
         Ok(Some(batch.ceiling(best)))
+    }
+
+    /// Fills the sources with other contents than before, and says which.
+    fn fill_parts(&self, room: &Room) -> Result<u32, CeilingError> {
+        let round = self.next_round();
+        self.on_parts(c"ceiling_fill", room, |i, way| self.boxes.fill_exchange(i, way, round))?;
+        Ok(round)
     }
 
     /// Fills or compares.
@@ -246,7 +251,7 @@ impl Board {
         self.settle(Kind::PacketExchange)
     }
 
-    /// Microseconds of a pair, and then what one more replay stores.
+    /// Microseconds of a pair; what one more replay stores is compared.
     fn exchange_in(
         &self,
         room: &Room,
@@ -285,8 +290,11 @@ impl Board {
         sample()?;
         let samples = samples.clamp(1, TAGS / PAIRS - 3);
         let times: Vec<f64> = (0..samples).map(|_| sample()).collect::<Result<_, _>>()?;
+        // Slots have other contents from before.
+        let round = self.fill_parts(room)?;
         self.clear(room.out, room.end)?;
         sample()?;
+        self.on_parts(c"ceiling_check", room, |i, way| self.boxes.check_exchange(i, way, round))?;
         Ok(median(&times))
     }
 

@@ -150,7 +150,8 @@ pub fn source() -> String {
 /// Compiles the program, or takes it from the cache.
 ///
 /// # Errors
-/// As [`Compiler::compile_source`].
+/// As [`Compiler::need_packets`] and [`Compiler::compile_source`].
 pub fn compile(compiler: &Compiler, arch: Arch, cache: &Cache) -> Result<Cubin, JitError> {
+    compiler.need_packets()?;
     compiler.compile_source("ceilings", &source(), arch, cache)
 }

@@ -248,10 +248,11 @@ impl Arguments {
         }
         let sms = if self.quick { vec![8, 32] } else { vec![4, 8, 16, 24, 32, 64] };
         let samples = if self.quick { 5 } else { 9 };
-        let batches = selection
-            .hidden()
-            .into_iter()
-            .flat_map(|hidden| EXCHANGED.map(|tokens| Batch { tokens, hidden: hidden as u32 }));
+        // What graphs of small batches are compared with, if they are of these devices, in packets, and with a warm L2.
+        let compared = run.packets && ranks == devices.ordinals().len();
+        let exchanged = EXCHANGED.into_iter().filter(|&n| compared && (n as usize) < run.flush_from_tokens);
+        let batch = |hidden: usize| move |tokens| Batch { tokens, hidden: hidden as u32 };
+        let batches = selection.hidden().into_iter().flat_map(|hidden| exchanged.clone().map(batch(hidden)));
         let extent = Extent { sms, samples, batches: batches.collect(), early_launch };
         Ok(Plan {
             run,

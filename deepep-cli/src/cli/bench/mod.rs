@@ -46,11 +46,11 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
         }
         Ok(board) => board,
     };
-    let measure = |extent: &Option<Extent>| match (&board, extent) {
-        (Some(board), Some(extent)) => board.measure(extent),
+    let measure = |extent: &Option<Extent>, notes: &mut Vec<String>| match (&board, extent) {
+        (Some(board), Some(extent)) => board.measure(extent, notes),
         _ => Ok(Vec::new()),
     };
-    let ceilings = match measure(&plan.ceilings) {
+    let ceilings = match measure(&plan.ceilings, &mut notes) {
         Err(error) if arguments.ceilings_only => return Err(error.into()),
         Err(error) => {
             notes.push(format!("there are no ceilings to compare with: {error}"));
@@ -83,7 +83,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode, Failure> {
     for (number, section) in plan.sections.iter().enumerate() {
         let measured = measure_section(&plan, number, section, &report.ceilings, devices.usable(), &bar)?;
         report.results.extend(measured);
-        match measure(&again) {
+        match measure(&again, &mut report.notes) {
             Ok(ceilings) => later.push(ceilings),
             Err(error) => report.notes.push(format!("ceilings were not found again: {error}")),
         }

@@ -32,7 +32,7 @@ const FLUSH: usize = 256 << 20;
 pub(super) struct Before {
     /// Overwritten, a buffer for each rank, so that nothing else is in L2.
     flush: Vec<Buffer>,
-    /// Called then, with other rows: instructions are in the caches, and nothing of what the sample reads and writes.
+    /// Called then, with rows at other addresses: instructions are in the caches, and so is what calls share (workspace, a combine's handle), but no row.
     other: Option<Operation>,
 }
 

@@ -132,7 +132,7 @@ fn limited_dispatch(ranks: &mut Ranks<'_>, kernels: &Kernels, case: &Case, seed:
     Ok(over.is_some())
 }
 
-/// If one rank's capacity is exceeded no rank moves a row, all know by how much, and the next call is as if nothing had happened.
+/// If one rank's capacity is exceeded no rank is given a row, all know by how much, and the next call is as if nothing had happened.
 #[test]
 fn a_capacity_holds_on_all_ranks_on_cpus() {
     if !compiler("a_capacity_holds_on_all_ranks_on_cpus") {

@@ -11,7 +11,7 @@
 // Who gives up counts itself in `late`. Later kernels of this device then do nothing, and its peers give up in turn: each wait has a deadline, and only one kernel
 //   of a device comes to it.
 
-constexpr u32 PIECE_PACKETS = 4, PIECE_WORDS = 7;  // words of 8 bytes; word j of piece g lies at j · pieces + g
+// PIECE_PACKETS packets carry PIECE_WORDS words of 8 bytes; word j of piece g lies at j · pieces + g.
 
 // A warp's share, 32 pieces at a time. They are dealt out to blocks one by one, those that it sends as those that it receives.
 struct Share {

@@ -4,6 +4,7 @@ use std::ffi::CStr;
 
 use deepep_core::device_struct;
 use deepep_core::jit::{Arch, Cache, Compiler, Cubin, JitError};
+use deepep_core::layout::{GROUP_BYTES, GROUP_PACKETS};
 
 device_struct! {
     /// What a moving kernel moves.
@@ -140,6 +141,8 @@ pub fn source() -> String {
     ] {
         text += &format!("{declaration}static_assert(sizeof({name}) == {bytes}, \"{name}\");\n");
     }
+    let (packets, words) = (GROUP_PACKETS, GROUP_BYTES / size_of::<u64>());
+    text += &format!("constexpr u32 PIECE_PACKETS = {packets}, PIECE_WORDS = {words};\n");
     text += include_str!("../../../kernels/pattern.cu");
     text += include_str!("../../../kernels/move.cu");
     text += include_str!("../../../kernels/signal.cu");

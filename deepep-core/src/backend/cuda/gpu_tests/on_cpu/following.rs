@@ -6,7 +6,7 @@ use super::super::Round;
 use super::super::check::{self, POISON};
 use super::super::input::{Case, Routing};
 use super::super::machine::Outcome;
-use super::kernels::{Kernels, compiler};
+use super::kernels::{Kernels, compiler, replaced};
 use super::ranks::{Call, Ranks, Tensors};
 use crate::jit::Program;
 use crate::layout::{DispatchShape, IndexWidth, OutputLayout, Placement, RecordKind};
@@ -150,10 +150,7 @@ fn landing_slots_without_parities_are_noticed_on_cpus() {
         return;
     }
     let (file, from) = ("ops/dispatch/block.cuh", "parity() * (RANKS - 1) + rank_slot(s, r)");
-    let change = |name: &str, text: String| {
-        assert!(name != file || text.matches(from).count() == 1, "{file} has no longer {from:?}");
-        if name == file { text.replace(from, "rank_slot(s, r)") } else { text }
-    };
+    let change = replaced(file, from, "rank_slot(s, r)");
     let kernels = kernels(2, &[Placement::Expanded], &change);
     let case = uneven(2);
     let failed = (0..6).any(|seed| {

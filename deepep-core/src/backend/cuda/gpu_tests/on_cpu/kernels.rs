@@ -58,6 +58,14 @@ pub(super) fn params(program: &Program) -> &'static str {
     }
 }
 
+/// A change of the sources: the one place in a file where this stands.
+pub(super) fn replaced(file: &str, from: &str, to: &str) -> impl Fn(&str, String) -> String + Sync {
+    move |name, text| {
+        assert!(name != file || text.matches(from).count() == 1, "{file} has no longer {from:?}");
+        if name == file { text.replace(from, to) } else { text }
+    }
+}
+
 impl Kernels {
     /// Compiles programs, with a change of their sources.
     pub(super) fn build(

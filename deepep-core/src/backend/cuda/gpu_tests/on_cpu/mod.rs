@@ -12,7 +12,7 @@ mod pull;
 mod ranks;
 mod zeroed;
 
-use self::kernels::{Kernels, compiler};
+use self::kernels::{Kernels, compiler, replaced};
 use self::ranks::{Call, Ranks, Tensors};
 use super::super::CombineRoles;
 use super::super::grid::Limits;
@@ -214,10 +214,7 @@ fn packets_behind_a_failure_are_noticed_on_cpus() {
         return;
     }
     let (file, looks) = ("comm/packets.cuh", "return abort != 0;");
-    let change = |name: &str, text: String| {
-        assert!(name != file || text.matches(looks).count() == 1, "{file} has no longer {looks:?}");
-        if name == file { text.replace(looks, "return false;") } else { text }
-    };
+    let change = replaced(file, looks, "return false;");
     let placement = Placement::Plain;
     let kernels = Kernels::build(&packets::packet_programs(2, placement), &change).unwrap();
     let case = packets::case(2, 12, placement);
@@ -269,10 +266,7 @@ fn shared_memory_that_is_used_too_early_is_noticed_on_cpus() {
     ];
     let limits = Limits { blocks: 2, shared_bytes: 232_448, link: 48 };
     for (file, from, to) in mistakes {
-        let change = |name: &str, text: String| {
-            assert!(name != file || text.matches(from).count() == 1, "{file} has no longer {from:?}");
-            if name == file { text.replace(from, to) } else { text }
-        };
+        let change = replaced(file, from, to);
         let kernels = Kernels::build(&programs, &change).unwrap();
         let mut case = Case::new(2, 24, placement);
         (case.hidden, case.topk, case.experts) = (8192, 6, 16);

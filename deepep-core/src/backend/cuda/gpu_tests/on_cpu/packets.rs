@@ -5,7 +5,7 @@ use super::super::Round;
 use super::super::check::{self, POISON, i32_at};
 use super::super::input::{Case, Input, Routing};
 use super::super::machine::Outcome;
-use super::super::oracle::{self, Received};
+use super::super::oracle::Received;
 use super::kernels::{Kernels, compiler};
 use super::programs;
 use super::ranks::{Call, Ranks, Tensors};
@@ -167,8 +167,7 @@ fn combines_in_a_row(ranks: &Ranks<'_>, kernels: &Kernels, seed: u64) -> Outcome
     let case = ranks.cases[0];
     let inputs = || (0..case.ranks).map(|r| Input::new(case, r, seed)).collect();
     let rounds: Vec<Round> = (0..4).map(|n| Round::new(case, inputs(), 10 * seed + n)).collect();
-    let tensors: Vec<Vec<Tensors>> =
-        (0..case.ranks).map(|r| rounds.iter().map(|round| Tensors::new(case, round, r)).collect()).collect();
+    let tensors = Tensors::of_rounds(case, &rounds);
     let calls: Vec<Vec<Call>> = tensors
         .iter()
         .enumerate()
@@ -178,15 +177,9 @@ fn combines_in_a_row(ranks: &Ranks<'_>, kernels: &Kernels, seed: u64) -> Outcome
         })
         .collect();
     ranks.run(kernels, seed, &calls)?;
-    for (r, all) in tensors.iter().enumerate() {
-        for (n, (t, round)) in all.iter().zip(&rounds).enumerate() {
-            let input = &round.inputs[r];
-            let want = oracle::combine(case, &round.received, input, r, &round.rows, &round.biases[r]);
-            check::combined(case, t.out.bytes(), &want, Some(t.out_weights.bytes()), input)
-                .map_err(|e| format!("combine {n}, rank {r}: {e}"))?;
-        }
-    }
-    Ok(())
+    // Without the weights the comparison would be less than what it is for.
+    assert!(case.weights_go_back());
+    Tensors::check_all(&tensors, case, &rounds)
 }
 
 /// A rank without tokens waits for nobody's rows in combine, and still does not overwrite what a peer has not read; without the permission it does.

@@ -2,10 +2,10 @@
 
 use super::super::super::CombineRoles;
 use super::super::super::grid::Limits;
+use super::super::Round;
 use super::super::input::{Case, Random};
 use super::super::machine::Outcome;
-use super::super::{Round, check, oracle};
-use super::kernels::{Kernels, compiler};
+use super::kernels::{Kernels, compiler, replaced};
 use super::programs;
 use super::ranks::{Call, Given, Ranks, Tensors};
 use crate::jit::{PULL_PARTS, Program};
@@ -53,8 +53,7 @@ fn rounds(
 ) -> Outcome {
     let case = ranks.cases[0];
     let rounds: Vec<Round> = (0..count).map(|n| one_round(case, seed * 1000 + n)).collect();
-    let tensors: Vec<Vec<Tensors>> =
-        (0..case.ranks).map(|r| rounds.iter().map(|round| Tensors::new(case, round, r)).collect()).collect();
+    let tensors = Tensors::of_rounds(case, &rounds);
     let calls: Vec<Vec<Call>> = tensors
         .iter()
         .enumerate()
@@ -71,15 +70,9 @@ fn rounds(
         })
         .collect();
     ranks.run(kernels, seed, &calls)?;
-    for (r, all) in tensors.iter().enumerate() {
-        for (n, (t, round)) in all.iter().zip(&rounds).enumerate() {
-            let input = &round.inputs[r];
-            let want = oracle::combine(case, &round.received, input, r, &round.rows, &round.biases[r]);
-            check::combined(case, t.out.bytes(), &want, Some(t.out_weights.bytes()), input)
-                .map_err(|e| format!("round {n}, rank {r}: {e}"))?;
-        }
-    }
-    Ok(())
+    // Without the weights the comparison would be less than what it is for.
+    assert!(case.weights_go_back());
+    Tensors::check_all(&tensors, case, &rounds)
 }
 
 /// Results of dispatches go back from where they are, call after call, pulled and sent in turn, from any epoch, also by ranks without tokens.
@@ -130,10 +123,7 @@ fn rows_that_are_read_at_the_wrong_time_are_noticed_on_cpus() {
     let mut case = case(3, 40, PULL_PARTS);
     case.tokens = vec![40, 3, 40];
     for (from, to) in mistakes {
-        let change = |name: &str, text: String| {
-            assert!(name != file || text.matches(from).count() == 1, "{file} has no longer {from:?}");
-            if name == file { text.replace(from, to) } else { text }
-        };
+        let change = replaced(file, from, to);
         let kernels = kernels(3, &change);
         let failed = (0..8)
             .any(|seed| rounds(&Ranks::new(&case, LIMITS, 0).unwrap(), &kernels, seed, 6, |_| true).is_err());
@@ -191,10 +181,7 @@ fn rows_of_a_rank_that_gave_up_are_not_good_on_cpus() {
     let from = "wait_equal(b.d, b.place(PHASE_READING, b.lane, 0), b.read_cell(b.me, b.lane));";
     let to = "{ if (b.me == 0) give_up(b.d, b.place(PHASE_READING, b.lane, 0), true, 1, 2, 3); else \
               wait_equal(b.d, b.place(PHASE_READING, b.lane, 0), b.read_cell(b.me, b.lane)); }";
-    let change = |name: &str, text: String| {
-        assert!(name != file || text.matches(from).count() == 1, "{file} has no longer {from:?}");
-        if name == file { text.replace(from, to) } else { text }
-    };
+    let change = replaced(file, from, to);
     let kernels = kernels(2, &change);
     let mut case = case(2, 40, PULL_PARTS);
     case.tokens = vec![0, 40];

@@ -85,6 +85,30 @@ impl Tensors {
             out_weights: Memory::new(input.tokens * case.topk * 4, POISON),
         }
     }
+
+    /// Those of all ranks, one for each round.
+    pub(super) fn of_rounds(case: &Case, rounds: &[Round]) -> Vec<Vec<Self>> {
+        let of = |r| rounds.iter().map(|round| Self::new(case, round, r)).collect();
+        (0..case.ranks).map(of).collect()
+    }
+
+    /// What a combine has left here.
+    pub(super) fn check_sums(&self, case: &Case, round: &Round, r: usize) -> Outcome {
+        let input = &round.inputs[r];
+        let want = oracle::combine(case, &round.received, input, r, &round.rows, &round.biases[r]);
+        let weights = case.weights_go_back().then(|| self.out_weights.bytes());
+        check::combined(case, self.out.bytes(), &want, weights, input)
+    }
+
+    /// What combines of all ranks, one for each round, have left.
+    pub(super) fn check_all(tensors: &[Vec<Self>], case: &Case, rounds: &[Round]) -> Outcome {
+        for (r, all) in tensors.iter().enumerate() {
+            for (n, (t, round)) in all.iter().zip(rounds).enumerate() {
+                t.check_sums(case, round, r).map_err(|e| format!("combine {n}, rank {r}: {e}"))?;
+            }
+        }
+        Ok(())
+    }
 }
 
 struct Plans {
@@ -452,11 +476,7 @@ impl<'a> Ranks<'a> {
                     .map_err(|e| format!("{name} dispatch, rank {r}: {e}"))?;
             }
             for (round, t) in rounds.iter().zip(tensors) {
-                let (received, input) = (&round.received, &round.inputs[r]);
-                let want = oracle::combine(case, received, input, r, &round.rows, &round.biases[r]);
-                let weights = case.weights_go_back().then(|| t.out_weights.bytes());
-                check::combined(case, t.out.bytes(), &want, weights, input)
-                    .map_err(|e| format!("combine, rank {r}: {e}"))?;
+                t.check_sums(case, round, r).map_err(|e| format!("combine, rank {r}: {e}"))?;
             }
         }
         Ok(())
